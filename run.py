@@ -1,0 +1,77 @@
+"""Evaluate one method on one task with one model: python run.py method=qevict task=ruler budget=0.2
+
+Every field of configs/run.yaml can be set that way; --help lists the choices. Exit codes: 0 done, 1 no result, 2 a
+mistake in the input (one line on stderr), 130 interrupted. QEVICT_BENCH_TRACEBACK=1 shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from qevict_bench.closing import render
+from qevict_bench.jobs import RunFailed
+from qevict_bench.runner import run
+
+_CONFIGS = Path(__file__).parent / "configs"
+_SHOW_TRACEBACK = "QEVICT_BENCH_TRACEBACK" in os.environ
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving with code 1
+
+
+@hydra.main(version_base="1.3", config_path=str(_CONFIGS), config_name="run")
+def main(cfg: DictConfig) -> None:
+    try:
+        print(render(run(cfg)), flush=True)
+    except (ValueError, RunFailed) as error:
+        if _SHOW_TRACEBACK or HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise  # the other jobs of a sweep go on, and Hydra says which one failed
+        sys.exit(_report(error))
+
+
+def command_line(arguments: list[str]) -> int:
+    """Run with these arguments and return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
+    sys.argv[1:] = [re.sub(r"^(method|reference|task|model)\.", r"++\g<0>", text) for text in arguments]
+    try:
+        main()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 1
+    except (ValueError, RunFailed, HydraException, OmegaConfBaseException, KeyboardInterrupt) as error:
+        if _SHOW_TRACEBACK:
+            raise
+        return _report(error)
+    return 0
+
+
+def _report(error: BaseException) -> int:
+    """Say in one line what went wrong, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted; re-issue the command to continue", 130
+    else:
+        message, code = _one_line(error), 1 if isinstance(error, RunFailed) else 2
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _one_line(error: BaseException) -> str:
+    """The message without Hydra's search paths and grammar advice; with the known fields if one is unknown."""
+    text = re.split(r"Config search path|\n?See https|To append to your config", str(error))[0]
+    if unknown := re.match(r"Could not override '([^']+)'", text):
+        names = re.findall(r"^(?:  - )?(\w+):", (_CONFIGS / "run.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        text = f"{unknown[1]} is no field; fields: {', '.join(n for n in names if n not in ('defaults', 'hydra'))}"
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(command_line(sys.argv[1:]))

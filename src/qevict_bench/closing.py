@@ -1,0 +1,143 @@
+"""The closing report of a run: plain text, at most 100 columns."""
+
+from __future__ import annotations
+
+from qevict_bench.statistics import Interval
+from qevict_bench.summary import FLOOR, Comparison, Summary
+
+FEW = 10
+"""Intervals from fewer examples than this are marked."""
+PAPER_MODELS = ("llama31_8b", "qwen25_7b", "mistral_7b_v02")
+PAPER_SETTING = "The paper's setting: model=llama31_8b profile=paper (32K tokens, 500 per subset; needs a GPU)."
+_MIB = 2**20
+
+
+def render(summary: Summary) -> str:
+    """The whole report; its last line is `last_line(summary)`."""
+    parts = (_title(summary), _scores(summary), _memory(summary), _routing(summary), _notes(summary))
+    return "\n\n".join("\n".join(lines) for lines in (*parts, [last_line(summary)]) if lines)
+
+
+def last_line(summary: Summary) -> str:
+    """One line for scripts: scores and interval in points, memory as mean share of FullKV's bytes, workspace in MiB."""
+    overall, memory = summary.overall, summary.memory
+    full, low, high = (overall.reference, overall.diff.low, overall.diff.high) if overall else (None, None, None)
+    return (
+        f"run {summary.run_id}: score={_points(summary.macro)} full_kv={_points(full)} "
+        f"diff=[{_points(low)},{_points(high)}] memory={_share(memory.mean if memory else None)} "
+        f"workspace={_mib(memory.workspace) if memory else 'n/a'}"
+    )
+
+
+def _title(summary: Summary) -> list[str]:
+    facts = summary.facts
+    variant = f" ({summary.variant})" if summary.variant else ""
+    wording = "-style (own wording)" if summary.prompt_source == "own" else f" ({summary.prompt_source} wording)"
+    if summary.model in PAPER_MODELS:
+        claim = "the paper's model: a reproduction only where context, budget, protocol, prompts and n match too"
+    elif facts.small_model:
+        claim = "small model: not a reproduction"
+    else:
+        claim = "not one of the paper's models: not a reproduction"
+    return [
+        f"{summary.method}{variant} on {summary.model} ({summary.dtype}, {summary.device}), "
+        f"{facts.compressible_layers} of {facts.num_layers} layers compressible",
+        f"{summary.task.upper()}{wording}, protocol {summary.protocol}, first_token {summary.first_token}, "
+        f"split {summary.split}, seed {summary.seed}",
+        f"budget {summary.budget}, basis {summary.basis}, enforce {summary.enforce}; {claim}",
+    ]
+
+
+def _scores(summary: Summary) -> list[str]:
+    if summary.overall is None:
+        return ["No example is ok in both runs: there are no scores to compare."]
+    macro = [("macro, all subsets", summary.overall)]
+    if summary.above_floor is not None:
+        macro.append(("macro, not at floor", summary.above_floor))
+    width = max(len(name) for name in [*summary.subsets, *(name for name, _ in macro)])
+    label = summary.method[:16]
+    own = max(len(label), 6)
+    header = f"{'subset':{width}}  {'n':>5}  {'FullKV':>6}  {label:>{own}}  {'difference, 95 % interval':<25}"
+    rule = "-" * (len(header) + 15)
+    lines = [header.rstrip(), rule]
+    lines += [_score_line(name, comparison, width, own) for name, comparison in summary.subsets.items()]
+    lines += [rule, *(_score_line(name, comparison, width, own) for name, comparison in macro)]
+    lines.append(f"Macro differences under +-{summary.overall.noise:.1f} points are noise at this n.")
+    if any(comparison.at_floor for comparison in summary.subsets.values()):
+        lines.append(f"floor: FullKV below {FLOOR:.0f}, so the subset says little about a method.")
+    return lines
+
+
+def _score_line(name: str, comparison: Comparison, width: int, own: int) -> str:
+    marks = [f"n < {FEW}"] * (comparison.num_pairs < FEW) + ["floor"] * comparison.at_floor
+    diff = _interval(comparison.diff)
+    return (
+        f"{name:{width}}  {comparison.num_pairs:5}  {comparison.reference:6.1f}  {comparison.score:{own}.1f}  "
+        f"{diff:<25}  {', '.join(marks)}"
+    ).rstrip()
+
+
+def _memory(summary: Summary) -> list[str]:
+    memory, sizes = summary.memory, summary.bytes
+    if memory is None:
+        return []
+    payload = sum(size for name, size in sizes.items() if name.startswith("payload."))
+    other = ("params", "table", "reference")
+    metadata = sum(size for name, size in sizes.items() if name.split(".")[0] in other)
+    state = "matched" if summary.matched else "unmatched: compare at its achieved bytes only"
+    return [
+        "Cache as a share of FullKV's bytes at the same step, mean over examples",
+        f"  allowed {_share(memory.allowed)}, after prefill {_share(memory.after_prefill)}, "
+        f"peak {_share(memory.peak)}, mean {_share(memory.mean)}, final {_share(memory.final)}",
+        f"  {state}; whole cache with sliding layers {_share(memory.whole_cache)}; "
+        f"while reading the prompt {_share(memory.prefill_peak)}",
+        f"  at the end: payload {_mib(payload)}, metadata {_mib(metadata)}, ledger {_mib(sizes.get('ledger', 0))}, "
+        f"slack {_mib(sizes.get('slack', 0))}",
+        f"  not counted: workspace (dequantized copies) {_mib(memory.workspace)}, host copies {_mib(memory.host)}",
+    ]
+
+
+def _routing(summary: Summary) -> list[str]:
+    if summary.memory is None:
+        return []
+    lines = [
+        f"Per example: {summary.events:.1f} routing events, {summary.promotions:.1f} promotions, "
+        f"{summary.demotions:.1f} demotions, {summary.evictions:.1f} evictions"
+    ]
+    if summary.needle_fate:
+        names = {"full": "full", "int2": "INT2", "evicted": "evicted"}
+        shares = ", ".join(f"{names.get(name, name)} {100 * x:.1f} %" for name, x in summary.needle_fate.items())
+        lines.append(f"Needle fate (answer tokens before the first answer token): {shares}")
+    timings = summary.timings
+    if timings is not None:
+        lines.append(
+            f"Speed on {summary.device}: {timings.ttft_s + timings.decode_s:.2f} s per example (first token "
+            f"{timings.ttft_s:.2f}), {timings.slowdown:.2f} x FullKV's {timings.reference_s:.2f} s"
+        )
+    return lines
+
+
+def _notes(summary: Summary) -> list[str]:
+    lines = []
+    if summary.num_errors or summary.num_infeasible:
+        lines.append(f"{summary.num_errors} errors (the next run retries them), {summary.num_infeasible} infeasible.")
+        lines.append(f"The first: {summary.problem}")
+    for name, count in summary.facts.available.items():
+        lines.append(f"{name} has {count} examples, fewer than limit={summary.facts.limit}.")
+    return [*lines, PAPER_SETTING]
+
+
+def _interval(diff: Interval) -> str:
+    return f"{diff.value:+6.1f}  [{diff.low:+6.1f}, {diff.high:+6.1f}]"
+
+
+def _points(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def _mib(size: float) -> str:
+    return f"{size / _MIB:.2f}MiB"

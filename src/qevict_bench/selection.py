@@ -1,0 +1,146 @@
+"""Pure functions from scores and bytes to tier maps.
+
+Shapes: B rows, H table heads (1 if all KV heads share the units), U units.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qevict_bench.budget import Budget, Geometry, Infeasible
+from qevict_bench.policy import EVICTED, FULL, Allowance, LayerView, Placement
+
+
+def rank(score_BHU: Tensor, candidate_BHU: Tensor) -> Tensor:
+    """Rank of every candidate within its head, 0 = highest score, ties by position; U for all others."""
+    units = score_BHU.shape[-1]
+    order = torch.argsort(score_BHU.masked_fill(~candidate_BHU, -torch.inf), dim=-1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(units, device=order.device).expand_as(order))
+    return ranks.masked_fill(~candidate_BHU, units)
+
+
+def keep_all(view: LayerView) -> Placement:
+    """Nothing moves."""
+    return Placement(view.tier_BHU)
+
+
+def unless_fits(view: LayerView, allowance: Allowance, tier_BHU: Tensor) -> Placement:
+    """`tier_BHU`, except in rows that are settled."""
+    return Placement(torch.where(settled(view, allowance)[:, None, None], view.tier_BHU, tier_BHU))
+
+
+def settled(view: LayerView, allowance: Allowance) -> Tensor:
+    """Rows [B] in which everything alive is full precision and fits: nothing has to move."""
+    return allowance.fits_B & (view.tier_BHU <= FULL).all(-1).all(-1)
+
+
+def keep_best(view: LayerView, allowance: Allowance, score_BHU: Tensor, protected_BHU: Tensor) -> Placement:
+    """Full precision for the protected units and, per head, as many of the best others as the bytes pay for."""
+    if bool(settled(view, allowance).all()):
+        return keep_all(view)
+    base = allowance.bytes_of([Placement(torch.where(protected_BHU, FULL, EVICTED))])
+    heads = view.tier_BHU.shape[1]
+    num_kept = ((allowance.bytes_B - base).clamp(min=0) // int(allowance.unit_bytes[FULL])) // heads
+    ranks = rank(score_BHU, view.alive_BHU & ~protected_BHU)
+    kept = protected_BHU | (ranks < num_kept[:, None, None])
+    return unless_fits(view, allowance, torch.where(kept, FULL, EVICTED))
+
+
+def layer_tokens(budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> int:
+    """Full-precision tokens per KV head that one layer's share of the budget pays for right after the prompt."""
+    allowed = budget.allowed_bytes(geometry, prompt_len, prompt_len, max_new)
+    if allowed is None:
+        return prompt_len + max_new
+    return allowed // (geometry.num_layers * geometry.num_kv_heads * geometry.slot_bytes)
+
+
+def clamp_protected(
+    budget: Budget, geometry: Geometry, prompt_len: int, max_new: int, sink: int, recent: int, reserve: int
+) -> tuple[int, int]:
+    """Sink and recent tokens after `small_budget`: together at most half of what one layer may hold.
+
+    `reserve` counts further tokens that no setting avoids (room until the next event, an unfinished window). Raises
+    Infeasible, naming the nearest fraction, if nothing fits or if `small_budget=refuse` and they would have to shrink.
+    """
+    tokens = layer_tokens(budget, geometry, prompt_len, max_new)
+    half = tokens // 2
+    if budget.native or budget.everything or (sink + recent <= half and sink + recent + reserve < tokens):
+        return sink, recent
+    fewest = 2 * max(reserve + 1, 2)
+    if budget.small_budget == "refuse" or tokens < fewest:
+        need = max(fewest, 2 * (sink + recent)) if budget.small_budget == "refuse" else fewest
+        hint = f"the nearest feasible fraction is {min(1.0, (need + 1) / prompt_len):.3f}"
+        raise Infeasible(
+            f"budget={budget.spec} pays for {tokens} of {prompt_len} tokens per KV head; {need} are needed ({hint})"
+        )
+    sink = min(sink, half // 2)
+    return sink, half - sink
+
+
+class Split(NamedTuple):
+    """What a two-tier division needs: scores, who competes, who may be full precision, who always is; q and fill."""
+
+    score_BHU: Tensor
+    candidate_BHU: Tensor
+    eligible_BHU: Tensor
+    protected_BHU: Tensor
+    q: float
+    fill: bool
+
+
+def capacities(hist_BH: Tensor, q: float, full_bytes: float, low_bytes: float) -> tuple[Tensor, Tensor]:
+    """K_full and K_low of QEvict's Eq. 3 for historical bytes `hist_BH` (whole, float64).
+
+    q is taken as the decimal it was written as: numerator and denominator stay whole, so a quotient that is whole is
+    not rounded down.
+    """
+    share, whole = Fraction(str(q)).as_integer_ratio()
+    num_full = torch.floor(hist_BH * (whole - share) / (whole * full_bytes)).long()
+    return num_full, torch.floor(hist_BH * share / (whole * low_bytes)).long()
+
+
+def fit_split(split: Split, allowance: Allowance, full: int, low: int, evicted: int) -> Tensor:
+    """Tier map with the best candidates at full precision, the next in the low tier, the rest evicted (QEvict Eq. 3-5).
+
+    K_full = floor((1-q) B_hist / M_full), K_low = floor(q B_hist / M_low) per table head, with B_hist what the
+    protected units leave. With `fill`, bytes that one tier cannot use go to the other. Counts are then lowered, lowest
+    score first, until the exact bytes fit (ledger, partial groups).
+    """
+    heads = split.score_BHU.shape[1]
+    base = allowance.bytes_of([Placement(torch.where(split.protected_BHU, full, evicted))])
+    hist = ((allowance.bytes_B - base).clamp(min=0) // heads).double()[:, None].expand(-1, heads)
+    full_bytes, low_bytes = allowance.unit_bytes[full], allowance.unit_bytes[low]
+    num, most_full = split.candidate_BHU.sum(-1), split.eligible_BHU.sum(-1)
+    num_full, num_low = capacities(hist, split.q, full_bytes, low_bytes)
+    num_full = num_full.minimum(most_full)
+    least_full = num_full
+    if split.fill and split.q > 0:  # q = 0 is the two-tier method: nothing is ever quantized
+        spare_full = torch.floor((hist - num * low_bytes) / (full_bytes - low_bytes)).long()
+        num_full = torch.where(num <= num_full + num_low, spare_full.clamp(min=0), num_full).minimum(most_full)
+        num_low = torch.floor((hist - num_full * full_bytes) / low_bytes).long().clamp(min=0)
+        least_full = num_full.minimum(least_full)
+    ranks_full = rank(split.score_BHU, split.eligible_BHU)
+    while True:
+        is_full = split.eligible_BHU & (ranks_full < num_full[..., None])
+        rest = split.candidate_BHU & ~is_full
+        is_low = rest & (rank(split.score_BHU, rest) < num_low[..., None])
+        tier = torch.where(split.protected_BHU | is_full, full, torch.where(is_low, low, evicted))
+        excess = allowance.bytes_of([Placement(tier)]) - allowance.bytes_B
+        over = (excess > 0) & ((num_full + num_low).sum(-1) > 0)
+        if not bool(over.any()):
+            return tier
+        per_head = (excess.clamp(min=0).double() / heads)[:, None]
+        num_low = torch.minimum(num_low, is_low.sum(-1))
+        from_full = over[:, None] & (num_full > least_full)  # extra full windows go back to the low tier first
+        less_full = torch.ceil(per_head / full_bytes).long().minimum(num_full - least_full)
+        from_low = over[:, None] & ~from_full & (num_low > 0)
+        less_low = torch.ceil(per_head / low_bytes).long().minimum(num_low)
+        last = over[:, None] & ~from_full & ~from_low & (num_full > 0)  # no low units left: one more full unit goes low
+        lowered = torch.where(from_full, less_full, last.long())
+        num_full = num_full - lowered
+        num_low = num_low + torch.where(from_low, -less_low, lowered if split.q > 0 else 0)
+        least_full = torch.where(last, num_full, least_full)

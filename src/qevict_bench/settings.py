@@ -1,0 +1,96 @@
+"""From plain configuration values to checked objects. Every mistake is a ValueError with the value and the remedy."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from qevict_bench.budget import Budget
+
+MAX_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The fields of a run that belong to no method, task or model. `limit` examples per subset."""
+
+    budget: str
+    basis: str
+    enforce: str
+    small_budget: str
+    protocol: str
+    first_token: Literal["compressed", "full"]
+    split: Literal["test", "dev"]
+    seed: int
+    limit: int
+    batch_size: int
+    results_dir: Path
+    resume: Literal["continue", "restart"]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed={self.seed} is out of range; give an integer from 0 to {MAX_SEED}")
+        for name in ("limit", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive; give an integer of at least 1")
+        self.parsed_budget()
+
+    def parsed_budget(self) -> Budget:
+        return Budget(self.budget, self.basis, self.enforce, self.small_budget)
+
+
+def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """Make the dataclass `cls` from `values`; `where` ("task.") goes before field names in messages.
+
+    Lists become tuples and integers floats where the field's type says so; nothing else is converted, except that a
+    text field takes a number's text. Raises ValueError for unknown, missing and wrongly typed fields.
+    """
+    known = {field.name: field for field in fields(cls) if field.init}
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(
+                f"{where}{name}={value} is no field of {cls.__name__}; fields: {', '.join(known) or 'none'}"
+            )
+    for name, field in known.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{where}{name} has no value; set {where}{name}=...")
+    return cls(**{name: _checked(value, hints[name], where + name) for name, value in values.items()})
+
+
+def _checked(value: Any, hint: Any, name: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any or (isinstance(hint, type) and not origin and hint is not float and type(value) is hint):
+        return value
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if hint in (str, Path) and type(value) in (str, int, float):
+        return hint(str(value))
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise ValueError(f"{name}={value} is unknown; choose one of {', '.join(map(str, arguments))}")
+    if origin is tuple and isinstance(value, list | tuple):
+        element = arguments[0] if arguments[-1:] == (...,) else None
+        hints = [element] * len(value) if element is not None else list(arguments)
+        if len(hints) == len(value):
+            return tuple(_checked(item, hint, name) for item, hint in zip(value, hints, strict=True))
+    if origin in (Union, types.UnionType):
+        for option in arguments:
+            if option is type(None) and value is None:
+                return None
+            try:
+                return _checked(value, option, name)
+            except ValueError:
+                continue
+    raise ValueError(f"{name}={value} has the wrong type; give {_words(hint)}")
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return "a list such as [a,b]"
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    return simple.get(hint, str(hint).replace("typing.", ""))

@@ -1,0 +1,210 @@
+"""Flat containers of the store: full-precision slots and packed units, without pads between rows or heads.
+
+Shapes: B rows, H KV heads, N slots of all segments together, E packed units (entries), W slots per unit, D head dim.
+Segment s = row * H + head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qevict_bench.codecs import Codec
+
+
+class Block(NamedTuple):
+    """Segments that read as one rectangle: rows and heads it spans, keys and values [R, Hb, S, D]."""
+
+    rows: slice
+    heads: slice
+    keys: Tensor
+    values: Tensor
+
+
+class Slots:
+    """Keys and values of all segments in two flat buffers; segment s has `count[s]` slots and room for `cap[s]`."""
+
+    def __init__(self, count: list[int], room: Sequence[int], num_heads: int, like: Tensor) -> None:
+        self.num_heads = num_heads
+        self.count = list(count)
+        self.cap = [c + r for c, r in zip(count, room, strict=True)]
+        self.start = [0, *accumulate(self.cap)][:-1]
+        self.k = like.new_empty((sum(self.cap), like.shape[-1]))
+        self.v = torch.empty_like(self.k)
+        ends = [s + c for s, c in zip(self.start, self.count, strict=True)]
+        self.end = torch.tensor(ends, device=like.device)  # flat index of each segment's next slot
+        self.first = torch.tensor(self.start, device=like.device).view(-1, num_heads)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def _same(self, first: int, last: int) -> bool:
+        return len(set(self.count[first:last])) <= 1 and len(set(self.cap[first:last])) <= 1
+
+    def _rect(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        count, begin, stop = self.count[first], self.start[first], self.start[last - 1] + self.cap[last - 1]
+        shape = (last - first, self.cap[first], self.k.shape[-1])
+        return self.k[begin:stop].view(shape)[:, :count], self.v[begin:stop].view(shape)[:, :count]
+
+    def ensure(self, room: Sequence[int]) -> None:
+        """Make room for `room[s]` more slots in every segment; moves the buffers if it lacks."""
+        if all(c + r <= cap for c, r, cap in zip(self.count, room, self.cap, strict=True)):
+            return
+        grown = Slots(self.count, room, self.num_heads, self.k)
+        for s, count in enumerate(self.count):
+            if count:
+                grown.k[grown.start[s] : grown.start[s] + count] = self.k[self.start[s] : self.start[s] + count]
+                grown.v[grown.start[s] : grown.start[s] + count] = self.v[self.start[s] : self.start[s] + count]
+        self.__dict__ = grown.__dict__
+
+    def append(self, rows: list[int], new_B: list[int], k_BHQD: Tensor, v_BHQD: Tensor) -> None:
+        """Append `new_B[row]` tokens to every head of the given rows; room must have been ensured."""
+        heads, dim = self.num_heads, self.k.shape[-1]
+        ends = self.end.view(-1, heads)
+        if all(new_B[row] == 1 for row in rows):
+            every = len(rows) == len(new_B)
+            at = self.end if every else ends[rows].flatten()
+            self.k.index_copy_(0, at, (k_BHQD if every else k_BHQD[rows])[:, :, 0].reshape(-1, dim))
+            self.v.index_copy_(0, at, (v_BHQD if every else v_BHQD[rows])[:, :, 0].reshape(-1, dim))
+        else:
+            for row in rows:
+                for head in range(heads):
+                    begin, new = self.start[row * heads + head] + self.count[row * heads + head], new_B[row]
+                    self.k[begin : begin + new] = k_BHQD[row, head, :new]
+                    self.v[begin : begin + new] = v_BHQD[row, head, :new]
+        for row in rows:
+            ends[row] += new_B[row]
+            for s in range(row * heads, (row + 1) * heads):
+                self.count[s] += new_B[row]
+
+    def blocks(self, rows: list[int]) -> Iterator[Block]:
+        """The given rows (ascending) in the largest rectangles that need no copy."""
+        heads = self.num_heads
+        contiguous = rows == list(range(rows[0], rows[-1] + 1))
+        if contiguous and self._same(rows[0] * heads, (rows[-1] + 1) * heads):
+            k, v = self._rect(rows[0] * heads, (rows[-1] + 1) * heads)
+            shape = (len(rows), heads, *k.shape[1:])
+            yield Block(
+                slice(rows[0], rows[-1] + 1), slice(0, heads), k.unflatten(0, shape[:2]), v.unflatten(0, shape[:2])
+            )
+            return
+        for row in rows:
+            whole = self._same(row * heads, (row + 1) * heads)
+            for head in [0] if whole else range(heads):
+                stop = heads if whole else head + 1
+                k, v = self._rect(row * heads + head, row * heads + stop)
+                yield Block(slice(row, row + 1), slice(head, stop), k[None], v[None])
+
+
+class Lane:
+    """Packed keys or packed values of one tier: E entries in (row, head, position) order and their shared parameters.
+
+    `slot` tensors [E, W, ...]; `shared` parameter tensors [groups, ...]; `group_of` int32 [E] when groups span several
+    units, else None (entry i owns group i).
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.slot: tuple[Tensor, ...] = ()
+        self.shared: tuple[Tensor, ...] = ()
+        self.group_of: Tensor | None = None
+
+    @property
+    def grouped(self) -> bool:
+        return self.codec.group > 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.slot, *self.shared, *(() if self.group_of is None else (self.group_of,)))
+
+    def encode(self, x_EWD: Tensor, segment_E: Tensor, reference: tuple[Tensor, ...]) -> Lane:
+        """A new lane of the given units (in segment order); units of one segment share groups of `codec.group`."""
+        fresh = Lane(self.codec)
+        if not self.grouped:
+            fresh.slot, fresh.shared = self.codec.encode(x_EWD, tuple(r[segment_E] for r in reference))
+            return fresh
+        size, unit = self.codec.group, x_EWD.shape[1]
+        _, inverse, per_segment = torch.unique_consecutive(segment_E, return_inverse=True, return_counts=True)
+        begin = per_segment.cumsum(0) - per_segment
+        rank = torch.arange(len(segment_E), device=segment_E.device) - begin[inverse]
+        members = torch.minimum(per_segment[inverse] - rank // size * size, torch.full_like(rank, size))
+        fresh.group_of = torch.empty_like(segment_E, dtype=torch.int32)
+        slot: list[Tensor] = []
+        shared: list[tuple[Tensor, ...]] = []
+        num_groups = 0
+        for count in torch.unique(members).tolist():
+            at = torch.nonzero(members == count)[:, 0]
+            code = self.codec.encode(
+                x_EWD[at].reshape(-1, count * unit, x_EWD.shape[2]), tuple(r[segment_E[at[::count]]] for r in reference)
+            )
+            if not slot:
+                slot = [part.new_empty((len(segment_E), unit, *part.shape[2:])) for part in code.slot]
+            for whole, part in zip(slot, code.slot, strict=True):
+                whole[at] = part.reshape(len(at), unit, *part.shape[2:])
+            shared.append(code.group)
+            groups = len(at) // count
+            ids = torch.arange(num_groups, num_groups + groups, device=at.device, dtype=torch.int32)
+            fresh.group_of[at] = ids.repeat_interleave(count)
+            num_groups += groups
+        fresh.slot = tuple(slot)
+        fresh.shared = tuple(torch.cat(parts) for parts in zip(*shared, strict=True))
+        return fresh
+
+    def merge(self, fresh: Lane | None, keep: Tensor, keep_at: Tensor, fresh_at: Tensor) -> None:
+        """Keep old entries `keep` at new places `keep_at`, put fresh ones at `fresh_at`;
+
+        free groups without members.
+        """
+        total = len(keep_at) + len(fresh_at)
+        if total == 0:
+            self.slot, self.shared, self.group_of = (), (), None
+            return
+        self.slot = _merge(self.slot, fresh.slot if fresh else (), keep, keep_at, fresh_at)
+        if not self.grouped:
+            self.shared = _merge(self.shared, fresh.shared if fresh else (), keep, keep_at, fresh_at)
+            return
+        device = keep_at.device
+        group_of = torch.empty(total, dtype=torch.int32, device=device)
+        parts: list[tuple[Tensor, ...]] = []
+        num_groups = 0
+        for lane, entries, at in ((self, keep, keep_at), (fresh, None, fresh_at)):
+            if lane is None or lane.group_of is None or not len(at):
+                continue
+            used, ids = torch.unique(lane.group_of if entries is None else lane.group_of[entries], return_inverse=True)
+            group_of[at] = ids.to(torch.int32) + num_groups
+            parts.append(tuple(param[used.long()] for param in lane.shared))
+            num_groups += len(used)
+        self.group_of = group_of
+        self.shared = tuple(torch.cat(params) for params in zip(*parts, strict=True))
+
+    def decode(
+        self, entries: Tensor | None, segment_E: Tensor, reference: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Values [len(entries), W, D] of the given entries (None = all); `segment_E` is theirs."""
+        group = (
+            entries if self.group_of is None else (self.group_of if entries is None else self.group_of[entries]).long()
+        )
+        slot = self.slot if entries is None else tuple(part[entries] for part in self.slot)
+        shared = self.shared if group is None else tuple(part[group] for part in self.shared)
+        return self.codec.decode(slot, shared, tuple(r[segment_E] for r in reference), dtype)
+
+
+def _merge(
+    old: tuple[Tensor, ...], fresh: tuple[Tensor, ...], keep: Tensor, keep_at: Tensor, fresh_at: Tensor
+) -> tuple[Tensor, ...]:
+    if not len(fresh_at) and old and len(keep) == len(old[0]):
+        return old
+    merged = []
+    for i in range(max(len(old), len(fresh))):
+        like = fresh[i] if fresh else old[i]
+        out = like.new_empty((len(keep_at) + len(fresh_at), *like.shape[1:]))
+        if len(keep_at):
+            out[keep_at] = old[i][keep]
+        if len(fresh_at):
+            out[fresh_at] = fresh[i]
+        merged.append(out)
+    return tuple(merged)

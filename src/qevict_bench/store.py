@@ -1,0 +1,374 @@
+"""LayerStore: one layer's keys and values, really packed. The only thing that moves slots.
+
+A layer holds full-precision slots (the model's own post-RoPE keys) and, per low-bit tier, packed entries; the unit
+table keeps position, tier and ledger columns of the live units. Reads come in position order within a tier, low-bit
+tiers first, then full precision.
+
+Shapes: B rows, H KV heads, U units, E packed entries of W slots, S slots, D head dim; unit-level tensors have one head
+if `policy.head_shared`. Segment s = row * H + head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qevict_bench.budget import Geometry
+from qevict_bench.policy import EVICTED, FULL, KVPolicy, LayerView, Placement
+from qevict_bench.rope import Rope
+from qevict_bench.slots import Lane, Slots
+from qevict_bench.units import NOT_CODED, Rect, UnitTable
+
+
+class Moves(NamedTuple):
+    """Units moved by one `apply`, per row [B]."""
+
+    promotions: Tensor
+    demotions: Tensor
+    evictions: Tensor
+
+
+class LayerStore:
+    """Tokens enter by `append`, tiers change by `apply`; bytes are counted in accounting.py."""
+
+    def __init__(
+        self,
+        policy: KVPolicy,
+        geometry: Geometry,
+        layer_idx: int,
+        rope: Rope,
+        like: Tensor,
+        num_rows: int,
+        rng: Callable[[int], torch.Generator],
+        w_o: Callable[[], Tensor],
+    ) -> None:
+        self.policy, self.geometry, self.layer_idx, self.rope = policy, geometry, layer_idx, rope
+        self.num_rows, self.num_heads, self.device, self.dtype = (
+            num_rows,
+            geometry.num_kv_heads,
+            like.device,
+            like.dtype,
+        )
+        self.shared_heads = self.num_heads if policy.head_shared else 1  # KV heads behind one table entry
+        table_heads = self.num_heads // self.shared_heads
+        self.table = UnitTable(num_rows, table_heads, len(policy.columns), policy.unit, policy.offset, like.device)
+        none = [0] * (num_rows * self.num_heads)
+        self.full = Slots(none, none, self.num_heads, like.new_empty((0, geometry.head_dim)))
+        self.working: Slots | None = None
+        self.lanes = [(Lane(tier.key), Lane(tier.value)) for tier in policy.tiers[1:]]
+        self.reference: list[tuple[tuple[Tensor, ...], ...]] = []  # per low tier (keys, values), each [B * H, ...]
+        self.host: tuple[Tensor, ...] = ()  # exact keys and values of low-bit entries, in host memory
+        self.seq_len, self.prompt_len, self.event_len = [0] * num_rows, [0] * num_rows, [0] * num_rows
+        self.dense = True  # nothing was moved yet: slots and positions agree
+        self._index: dict[int, Tensor] = {}
+        self._rng, self._w_o = rng, w_o
+        if policy.rope == "compact" and len(policy.tiers) > 1:
+            raise ValueError(f"{policy.name}: rope=compact needs a method without low-bit tiers")
+        if policy.restore == "host" and len(policy.tiers) > 2:
+            raise ValueError(f"{policy.name}: promotion=host needs exactly one low-bit tier")
+
+    # ---- tokens in, tokens out ----
+
+    def reserve(self, rows: list[int], new: list[int], room: int) -> None:
+        """Make room, in slots and table, for `new[row]` tokens and `room` more in the given rows."""
+        extra = [0] * self.num_rows
+        for row in rows:
+            extra[row] = new[row] + room
+        per_segment = [n for n in extra for _ in range(self.num_heads)]
+        for slots in (self.full, self.working):
+            if slots is not None:
+                slots.ensure(per_segment)
+        self.table.cover([seq + n if n else 0 for seq, n in zip(self.seq_len, extra, strict=True)])
+        self._index.clear()
+
+    def append(self, rows: list[int], new: list[int], k_BHQD: Tensor, v_BHQD: Tensor) -> None:
+        """Add `new[row]` tokens (post-RoPE keys) to the full tier of the given rows."""
+        for slots in (self.full, self.working):
+            if slots is not None:
+                slots.append(rows, new, k_BHQD, v_BHQD)
+        for row in rows:
+            self.seq_len[row] += new[row]
+
+    def read(self, keep_working_copy: bool) -> Slots:
+        """Everything attended to: the full tier alone, or a copy with the low-bit tiers decoded in front of it."""
+        if self.working is not None:
+            return self.working
+        if not any(keys.slot for keys, _ in self.lanes) or not bool((self.table.tier > FULL).any()):
+            return self.full
+        working = self._decoded()
+        if keep_working_copy:
+            self.working = working
+        return working
+
+    def view(self) -> LayerView:
+        """What the policy sees of all rows; `columns` are writable in place."""
+        rect = self.table.rect()
+        exact = (rect.tier == FULL) & ((rect.coded == NOT_CODED) | (self.policy.restore == "host"))
+        prompt_len, seq_len, event_len = (
+            torch.tensor(x, device=self.device) for x in (self.prompt_len, self.seq_len, self.event_len)
+        )
+        columns = dict(zip(self.policy.columns, rect.columns.unbind(0), strict=True))
+        return LayerView(
+            self.layer_idx,
+            self.geometry.num_layers,
+            prompt_len,
+            seq_len,
+            event_len,
+            rect.pos,
+            rect.end,
+            rect.tier,
+            exact,
+            columns,
+            self._rng,
+            self._w_o,
+        )
+
+    # ---- layout helpers ----
+
+    def per_head(self, x_BHU: Tensor) -> Tensor:
+        """Unit-level tensor expanded to all KV heads."""
+        return x_BHU.expand(self.num_rows, self.num_heads, x_BHU.shape[-1])
+
+    def unit_lens(self, rect: Rect) -> Tensor:
+        """Tokens every unit holds now."""
+        seq_len = torch.tensor(self.seq_len, device=self.device)[:, None, None]
+        return (torch.minimum(rect.end, seq_len) - rect.pos.clamp(min=0)).clamp(min=0)
+
+    def _first_slots(self, full_BHU: Tensor, lens_BHU: Tensor, slots: Slots) -> Tensor:
+        """Flat index of each full unit's first slot [B, H, U]."""
+        lens = self.per_head(lens_BHU * full_BHU)
+        return slots.first[..., None] + lens.cumsum(-1) - lens
+
+    def _runs(self, first_N: Tensor, len_N: Tensor) -> Tensor:
+        """The ranges first .. first + len - 1, concatenated."""
+        total = int(len_N.sum())
+        begin = (first_N - (len_N.cumsum(0) - len_N)).repeat_interleave(len_N, output_size=total)
+        return begin + torch.arange(total, device=self.device)
+
+    def _unit_slots(self, first_E: Tensor) -> Tensor:
+        return first_E[:, None] + torch.arange(self.policy.unit, device=self.device)
+
+    def _decode(self, low: int, rect: Rect, mask_BHU: Tensor) -> tuple[Tensor, Tensor]:
+        """Post-RoPE keys and values [E, W, D] of the entries of low tier `low` (0 = first) marked by mask [B, H, U]."""
+        coded = self.per_head(rect.coded == low + 1)
+        at = torch.nonzero(mask_BHU)
+        segment = at[:, 0] * self.num_heads + at[:, 1]
+        entries = (
+            None if len(at) == len(self.lanes[low][1].slot[0]) else (coded.flatten().cumsum(0) - 1)[mask_BHU.flatten()]
+        )
+        (keys, values), (key_ref, value_ref) = self.lanes[low], self.reference[low]
+        v_EWD = values.decode(entries, segment, value_ref, self.dtype)
+        if not keys.codec.pre_rope:
+            return keys.decode(entries, segment, key_ref, self.dtype), v_EWD
+        k_EWD = keys.decode(entries, segment, key_ref, torch.float32)
+        positions = self._unit_slots(self.per_head(rect.pos)[mask_BHU])
+        return self.rope.rotate(k_EWD, positions, self.layer_idx, max(self.table.covered)).to(self.dtype), v_EWD
+
+    def _decoded(self) -> Slots:
+        """Low-bit tiers decoded, then the full tier, in one buffer with the full tier's free room."""
+        rect, unit, full = self.table.rect(), self.policy.unit, self.full
+        low_count = (self.per_head(rect.tier > FULL).sum(-1) * unit).flatten().tolist()
+        room = [cap - count for cap, count in zip(full.cap, full.count, strict=True)]
+        out = Slots([n + count for n, count in zip(low_count, full.count, strict=True)], room, self.num_heads, full.k)
+        begin = out.first.clone()
+        for low in range(len(self.lanes)):
+            mask = self.per_head(rect.tier == low + 1)
+            if self.lanes[low][0].slot:
+                keys, values = self._decode(low, rect, mask)
+                at = self._unit_slots((begin[..., None] + (mask.cumsum(-1) - 1) * unit)[mask]).flatten()
+                out.k[at], out.v[at] = keys.flatten(0, 1), values.flatten(0, 1)
+                begin += mask.sum(-1) * unit
+        for s, held in enumerate(full.count):
+            source, target = full.start[s], out.start[s] + low_count[s]
+            out.k[target : target + held] = full.k[source : source + held]
+            out.v[target : target + held] = full.v[source : source + held]
+        return out
+
+    def unit_index(self, row: int) -> Tensor:
+        """Unit of every slot of a row in reading order, free room included: [H or 1, S]."""
+        if row not in self._index:
+            rect = self.table.rect()
+            lens = (rect.end[row].clamp(max=self.table.covered[row]) - rect.pos[row]).clamp(min=0)
+            tier, units = rect.tier[row], torch.arange(rect.pos.shape[-1], device=self.device)
+            heads = []
+            for head in range(len(tier)):
+                low = [
+                    units[tier[head] == t].repeat_interleave(self.policy.unit) for t in range(1, len(self.lanes) + 1)
+                ]
+                full = (tier[head] == FULL) & (rect.pos[row, head] >= 0)
+                heads.append(torch.cat((*low, units[full].repeat_interleave(lens[head][full]))))
+            width = max(map(len, heads))
+            self._index[row] = torch.stack([torch.nn.functional.pad(h, (0, width - len(h))) for h in heads])
+        return self._index[row]
+
+    def tiers_of(self, row: int, positions_N: Tensor) -> Tensor:
+        """Tier of each position, EVICTED if gone: [H or 1, N]."""
+        rect = self.table.rect()
+        pos, end, tier = rect.pos[row, ..., None], rect.end[row, ..., None], rect.tier[row, ..., None]
+        inside = (pos >= 0) & (pos <= positions_N) & (positions_N < end)
+        return torch.where(inside, tier, EVICTED).amax(dim=1)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the cached slot-to-unit maps (derived, workspace)."""
+        return sum(x.nbytes for x in self._index.values())
+
+    def stored_tensors(self) -> list[Tensor]:
+        """Every tensor the budget counts, for walking their storages."""
+        lanes = [x for pair in self.lanes for lane in pair for x in lane.tensors()]
+        references = [x for pair in self.reference for tensors in pair for x in tensors]
+        return [self.full.k, self.full.v, *self.table.tensors(), *lanes, *references]
+
+    # ---- the one operation that moves slots ----
+
+    def apply(self, placement: Placement, room: list[int]) -> Moves:
+        """Carry out a placement and leave `room[row]` free slots: quantize, promote, evict.
+
+        Raises ValueError if a unit is revived, or an incomplete one sent to a low-bit tier.
+        """
+        rect, new = self.table.rect(), placement.tier_BHU.long()
+        live, old = rect.pos >= 0, rect.tier
+        new = torch.where(live, new, EVICTED)
+        moves = Moves(
+            ((old > FULL) & (new == FULL)).sum((1, 2)),
+            ((old == FULL) & (new > FULL)).sum((1, 2)),
+            (live & (new == EVICTED)).sum((1, 2)),
+        )
+        per_segment = [n for n in room for _ in range(self.num_heads)]
+        self._index.clear()
+        if torch.equal(new, old):
+            self.full.ensure(per_segment)
+            if self.working is not None:
+                self.working.ensure(per_segment)
+            return moves
+        lens = self.unit_lens(rect)
+        whole = (rect.end - rect.pos == self.policy.unit) & (lens == self.policy.unit)
+        if bool(((new > FULL) & ~whole).any()):
+            raise ValueError(f"{self.policy.name} sent an incomplete unit to a low-bit tier; keep it full or evict it")
+        self.working = None
+        self.dense = False
+        if self.lanes and not self.reference:
+            self._build_reference()
+        old_first = self._first_slots(old == FULL, lens, self.full)
+        demoted = [(new == low + 1) & (rect.coded != low + 1) for low in range(len(self.lanes))]
+        fresh = [
+            self._encode(low, rect, mask, old_first) if bool(mask.any()) else None for low, mask in enumerate(demoted)
+        ]
+        full = self._rebuild_full(rect, new, lens, old_first, per_segment)
+        coded = rect.coded
+        for low, mask in enumerate(demoted):
+            coded = torch.where(mask, low + 1, coded)
+        coded = torch.where(new == EVICTED, NOT_CODED, coded)
+        for low in range(len(self.lanes)):
+            self._merge(low, rect, coded, demoted[low], fresh[low])
+        self.full = full
+        self.table.update(new, coded)
+        return moves
+
+    def _source(self, rect: Rect, mask_BHU: Tensor, old_first: Tensor) -> tuple[Tensor, Tensor]:
+        """Post-RoPE keys and values [E, W, D] of full units marked by mask [B, H, U]."""
+        at = self._unit_slots(old_first[mask_BHU])
+        return self.full.k[at], self.full.v[at]
+
+    def _encode(
+        self, low: int, rect: Rect, mask: Tensor, old_first: Tensor
+    ) -> tuple[tuple[Lane, Lane], tuple[Tensor, ...]]:
+        mask = self.per_head(mask)
+        if bool((self.per_head(rect.tier)[mask] != FULL).any()):
+            raise ValueError(f"{self.policy.name} moves units between low-bit tiers; go through full precision")
+        keys, values = self._source(rect, mask, old_first)
+        at = torch.nonzero(mask)
+        segment = at[:, 0] * self.num_heads + at[:, 1]
+        host = (keys.cpu(), values.cpu()) if self.policy.restore == "host" else ()
+        if self.lanes[low][0].codec.pre_rope:
+            positions = self._unit_slots(self.per_head(rect.pos)[mask])
+            unrotated = self.rope.unrotate(keys, positions, self.layer_idx, max(self.table.covered))
+            keys = unrotated.to(self.dtype)
+        key_ref, value_ref = self.reference[low]
+        lanes = self.lanes[low]
+        return (lanes[0].encode(keys, segment, key_ref), lanes[1].encode(values, segment, value_ref)), host
+
+    def _rebuild_full(self, rect: Rect, new: Tensor, lens: Tensor, old_first: Tensor, room: list[int]) -> Slots:
+        old = rect.tier
+        count = self.per_head(lens * (new == FULL)).sum(-1).flatten().tolist()
+        full = Slots(count, room, self.num_heads, self.full.k)
+        first = self._first_slots(new == FULL, lens, full)
+        stay = self.per_head((old == FULL) & (new == FULL))
+        lens_N = self.per_head(lens)[stay]
+        source, target = self._runs(old_first[stay], lens_N), self._runs(first[stay], lens_N)
+        keys = self.full.k[source]
+        if self.policy.rope == "compact":
+            shift = (source - self.full.first[stay.nonzero()[:, 0], stay.nonzero()[:, 1]].repeat_interleave(lens_N)) - (
+                target - full.first[stay.nonzero()[:, 0], stay.nonzero()[:, 1]].repeat_interleave(lens_N)
+            )
+            moved = shift > 0
+            length = max(self.table.covered)
+            keys[moved] = self.rope.shift(keys[moved], shift[moved], self.layer_idx, length).to(self.dtype)
+        full.k[target], full.v[target] = keys, self.full.v[source]
+        for low in range(len(self.lanes)):
+            promoted = self.per_head((old == low + 1) & (new == FULL))
+            if not bool(promoted.any()):
+                continue
+            at = self._unit_slots(first[promoted]).flatten()
+            if self.policy.restore == "none":
+                raise ValueError(f"{self.policy.name} promotes a unit although promotion=none")
+            if self.host:
+                entry = (self.per_head(rect.coded == low + 1).flatten().cumsum(0) - 1)[promoted.flatten()].cpu()
+                k_EWD, v_EWD = (x[entry].to(self.device) for x in self.host)
+            else:
+                k_EWD, v_EWD = self._decode(low, rect, promoted)
+            full.k[at], full.v[at] = k_EWD.flatten(0, 1), v_EWD.flatten(0, 1)
+        return full
+
+    def _merge(
+        self,
+        low: int,
+        rect: Rect,
+        coded: Tensor,
+        demoted: Tensor,
+        fresh: tuple[tuple[Lane, Lane], tuple[Tensor, ...]] | None,
+    ) -> None:
+        """Rebuild a low tier's entries: those whose codes stay (in use or in the ledger) and the newly encoded ones."""
+        had = self.per_head(rect.coded == low + 1)
+        have, new = self.per_head(coded == low + 1), self.per_head(demoted)
+        place = have.flatten().cumsum(0) - 1
+        keep = (had.flatten().cumsum(0) - 1)[(had & have).flatten()]
+        keep_at, fresh_at = place[(had & have).flatten()], place[new.flatten()]
+        for i, lane in enumerate(self.lanes[low]):
+            lane.merge(fresh[0][i] if fresh else None, keep, keep_at, fresh_at)
+        if self.policy.restore == "host":
+            parts = fresh[1] if fresh else tuple(x[:0] for x in self.host)
+            merged = []
+            for i, part in enumerate(parts):
+                out = part.new_empty((len(keep_at) + len(fresh_at), *part.shape[1:]))
+                if len(keep_at):
+                    out[keep_at.cpu()] = self.host[i][keep.cpu()]
+                out[fresh_at.cpu()] = part
+                merged.append(out)
+            self.host = tuple(merged)
+
+    def _build_reference(self) -> None:
+        """Per-prompt parameters of every codec that has some, from the un-rotated prompt;
+
+        once, before anything moves.
+        """
+        for tier in self.policy.tiers[1:]:
+            built = []
+            for codec, flat in ((tier.key, self.full.k), (tier.value, self.full.v)):
+                rows: list[tuple[Tensor, ...]] = []
+                if codec.reference_bytes(self.geometry.head_dim, self.geometry.itemsize):
+                    for row in range(self.num_rows):
+                        rows.append(codec.reference(self._prompt(flat, row, codec.pre_rope)))
+                built.append(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)) if rows else ())
+            self.reference.append(tuple(built))
+
+    def _prompt(self, flat: Tensor, row: int, pre_rope: bool) -> Tensor:
+        segments = range(row * self.num_heads, (row + 1) * self.num_heads)
+        x_HSD = torch.stack([flat[self.full.start[s] : self.full.start[s] + self.prompt_len[row]] for s in segments])
+        if not pre_rope:
+            return x_HSD
+        positions = torch.arange(self.prompt_len[row], device=self.device).expand(self.num_heads, -1)
+        return self.rope.unrotate(x_HSD, positions, self.layer_idx, max(self.table.covered)).to(self.dtype)

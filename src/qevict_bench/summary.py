@@ -1,0 +1,241 @@
+"""Rows of a run and of its reference, condensed to the figures of summary.json and of the closing table.
+
+Scores are points (0 - 100). Fractions are shares of FullKV's bytes at the same step. Only `ok` rows count; a difference
+is paired, so it uses the examples that are ok in both runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from qevict_bench.results import Row
+from qevict_bench.statistics import Interval, detectable_difference, macro_interval
+
+FLOOR = 20.0
+"""A subset on which the reference scores less shows little about a method."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run against its reference on `num_pairs` examples: mean scores, paired difference with its 95 % interval.
+
+    `noise` is how far the difference must lie from 0 to stand out (statistics.detectable_difference).
+    """
+
+    num_pairs: int
+    score: float
+    reference: float
+    diff: Interval
+    noise: float
+
+    @property
+    def at_floor(self) -> bool:
+        return self.reference < FLOOR
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Means over examples: shares of FullKV's bytes at the same step, but `workspace` and `host` in bytes.
+
+    allowed, after_prefill, peak, mean, final cover the compressible layers; whole_cache adds the sliding ones (on both
+    sides). prefill_peak is the most the cache held while the prompt was read, against FullKV's after the prompt.
+    workspace: dequantized working copies; host: exact copies outside the device. allowed is None if unbounded.
+    """
+
+    allowed: float | None
+    after_prefill: float
+    peak: float
+    mean: float
+    final: float
+    whole_cache: float
+    prefill_peak: float
+    workspace: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Means in seconds per example; `slowdown` = the method's total / the reference's on the same examples."""
+
+    ttft_s: float
+    decode_s: float
+    reference_s: float
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rows do not say. `num_layers` of which `compressible_layers` count for the budget."""
+
+    num_layers: int
+    compressible_layers: int
+    small_model: bool
+    reference: str
+    reference_id: str
+    limit: int
+    available: Mapping[str, int]
+    """Examples a subset has, for subsets with fewer than `limit`."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What summary.json holds. Figures that need an ok example are None (null) while there is none.
+
+    `scores` and `macro` are the method's over its own ok examples; `subsets`, `overall` (macro over all subsets) and
+    `above_floor` (over those where the reference is not at floor) are paired. `events` and moves are means per example.
+    `matched`: every example's mean bytes come as close to its allowance as the engine asks; `achieved` is the mean
+    share of FullKV's bytes. `problem` is the first error or infeasibility.
+    """
+
+    run_id: str
+    model: str
+    dtype: str
+    device: str
+    method: str
+    variant: str
+    task: str
+    protocol: str
+    first_token: str
+    prompt_source: str
+    budget: str
+    basis: str
+    enforce: str
+    seed: int
+    split: str
+    batch_size: int
+    facts: Facts
+    num_examples: int
+    num_errors: int
+    num_infeasible: int
+    problem: str
+    scores: Mapping[str, float]
+    macro: float | None
+    subsets: Mapping[str, Comparison]
+    overall: Comparison | None
+    above_floor: Comparison | None
+    memory: Memory | None
+    bytes: Mapping[str, float]
+    matched: bool
+    achieved: float | None
+    events: float
+    promotions: float
+    demotions: float
+    evictions: float
+    needle_fate: Mapping[str, float]
+    timings: Timings | None
+
+    def to_json(self) -> dict[str, Any]:
+        """With the overall comparison's reference and difference also as `reference_macro` and `diff`."""
+        overall = self.overall
+        short = {"reference_macro": overall and overall.reference, "diff": overall and asdict(overall.diff)}
+        return asdict(self) | short
+
+
+def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) -> Summary:
+    """Condense the rows of one run (at least one; pass them in the order of the task's subsets)."""
+    first = rows[0]
+    good = [row for row in rows if row.status == "ok"]
+    bad = [row for row in rows if row.status != "ok"]
+    by_id = {row.example_id: row for row in reference_rows if row.status == "ok"}
+    pairs: dict[str, list[tuple[Row, Row]]] = {}
+    for row in good:
+        if row.example_id in by_id:
+            pairs.setdefault(row.subset, []).append((row, by_id[row.example_id]))
+    subsets = {name: compare([members]) for name, members in pairs.items()}
+    above = [members for name, members in pairs.items() if not subsets[name].at_floor]
+    scores = {
+        name: fmean(_points(r) for r in good if r.subset == name) for name in dict.fromkeys(r.subset for r in good)
+    }
+    memory = _memory(good) if good else None
+    return Summary(
+        run_id=first.run_id,
+        model=first.model,
+        dtype=first.dtype,
+        device=first.device,
+        method=first.method,
+        variant=first.variant,
+        task=first.task,
+        protocol=first.protocol,
+        first_token=first.first_token,
+        prompt_source=first.prompt_source,
+        budget=first.budget,
+        basis=first.basis,
+        enforce=first.enforce,
+        seed=first.seed,
+        split=first.split,
+        batch_size=first.batch_size,
+        facts=facts,
+        num_examples=len(good),
+        num_errors=sum(row.status == "error" for row in bad),
+        num_infeasible=sum(row.status == "infeasible" for row in bad),
+        problem=bad[0].error if bad else "",
+        scores=scores,
+        macro=fmean(scores.values()) if scores else None,
+        subsets=subsets,
+        overall=compare(list(pairs.values())) if pairs else None,
+        above_floor=compare(above) if above else None,
+        memory=memory,
+        bytes=_means(good, lambda row: row.bytes),
+        matched=bool(good) and all(row.matched for row in good),
+        achieved=memory.mean if memory else None,
+        events=_mean(good, lambda row: row.events),
+        promotions=_mean(good, lambda row: row.promotions),
+        demotions=_mean(good, lambda row: row.demotions),
+        evictions=_mean(good, lambda row: row.evictions),
+        needle_fate=_means(good, lambda row: row.needle_fate),
+        timings=_timings([pair for members in pairs.values() for pair in members]),
+    )
+
+
+def compare(strata: Sequence[Sequence[tuple[Row, Row]]]) -> Comparison:
+    """Compare pairs (row, reference row), grouped by subset; every subset weighs the same."""
+    diffs = [[_points(row) - _points(reference) for row, reference in members] for members in strata]
+    return Comparison(
+        num_pairs=sum(len(members) for members in strata),
+        score=fmean(fmean(_points(row) for row, _ in members) for members in strata),
+        reference=fmean(fmean(_points(reference) for _, reference in members) for members in strata),
+        diff=macro_interval(diffs),
+        noise=detectable_difference(diffs, scale=100),
+    )
+
+
+def _points(row: Row) -> float:
+    assert row.score is not None, "only ok rows are compared"
+    return 100 * row.score
+
+
+def _mean(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return fmean(value(row) for row in rows) if rows else 0.0
+
+
+def _means(rows: Sequence[Row], values: Callable[[Row], Mapping[str, float] | None]) -> dict[str, float]:
+    """Mean per key over the rows that have any keys; a key that a row lacks counts as 0 there."""
+    found = [mapping for row in rows if (mapping := values(row))]
+    names = dict.fromkeys(name for mapping in found for name in mapping)
+    return {name: fmean(mapping.get(name, 0.0) for mapping in found) for name in names}
+
+
+def _memory(rows: Sequence[Row]) -> Memory:
+    fractions, sizes = _means(rows, lambda row: row.fractions), _means(rows, lambda row: row.bytes)
+    return Memory(
+        allowed=fractions.get("allowed"),
+        after_prefill=fractions["after_prefill"],
+        peak=fractions["peak"],
+        mean=fractions["mean"],
+        final=fractions["final"],
+        whole_cache=fractions["whole_cache"],
+        prefill_peak=fractions["prefill_peak"],
+        workspace=sizes["workspace"],
+        host=sizes["host"],
+    )
+
+
+def _timings(pairs: Sequence[tuple[Row, Row]]) -> Timings | None:
+    if not pairs:
+        return None
+    ttft_s, decode_s = fmean(row.ttft_s for row, _ in pairs), fmean(row.decode_s for row, _ in pairs)
+    reference_s = fmean(reference.ttft_s + reference.decode_s for _, reference in pairs)
+    return Timings(ttft_s, decode_s, reference_s, (ttft_s + decode_s) / reference_s if reference_s else 1.0)

@@ -1,0 +1,193 @@
+"""Stand-ins for model, task, method and engine: no weights, no waiting, answers that depend on all they should.
+
+As a script: `python fakes.py FIELD=VALUE ...` runs the runner on them in a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from qevict_bench import runner
+from qevict_bench.budget import Budget, BudgetExceeded, Infeasible
+from qevict_bench.model_facts import ModelFacts
+from qevict_bench.policy import Allowance, KVPolicy, LayerView, Placement
+from qevict_bench.task import Example, Prompt, Prompter, Task
+
+
+@dataclass(frozen=True)
+class FakePolicy(KVPolicy):
+    strength: int = 1
+    note: str = ""
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        raise AssertionError("the fake engine never asks")
+
+
+@dataclass(frozen=True)
+class FakeTask(Task):
+    name: str = "fake"
+    prompt_source: str = "own"
+    stop: tuple[str, ...] = ()
+    subsets: tuple[str, ...] = ("easy", "hard")
+    context_length: int = 64
+    size: int = 1000
+    data: str = "v1"
+
+    def __post_init__(self) -> None:
+        if self.context_length < 1:
+            raise ValueError(f"task.context_length={self.context_length} is not positive; give a number of tokens")
+
+    def fingerprint(self) -> str:
+        return self.data
+
+    def examples(self, prompter: Prompter, limit: int, seed: int, split: str) -> Iterator[Example]:
+        for subset in self.subsets:
+            for i in range(min(limit, self.size)):
+                context = f"{split} {seed} {subset} {i} " * 3
+                yield Example(f"{subset}-{i:04}", subset, context, "?", "", ("yes",), 8, ((0, 3),))
+
+    def score(self, prediction: str, example: Example) -> float:
+        return float(prediction.startswith("yes"))
+
+    def metrics(self, prediction: str, example: Example) -> dict[str, float]:
+        return {"match": self.score(prediction, example)}
+
+
+class ByteTokenizer:
+    bos_token_id = None
+    chat_template = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        return {"input_ids": [ord(c) % 256 for c in text], "offset_mapping": [(i, i + 1) for i in range(len(text))]}
+
+
+@dataclass(frozen=True)
+class FakeSpec:
+    name: str = "fake"
+    chat: str = "auto"
+    dtype: str = "float32"
+    weights: str = "w1"
+    max_context: int = 512
+
+    def load(self) -> Any:
+        loads = os.environ.get("FAKE_LOADS")
+        if loads:
+            with open(loads, "a") as stream:
+                stream.write("load\n")
+        if self.weights == "broken":
+            raise ValueError("model.weights=broken cannot be loaded; give others")
+        return SimpleNamespace(name=self.name, tokenizer=ByteTokenizer(), chat=False, max_context=self.max_context)
+
+
+def describe(spec: FakeSpec) -> ModelFacts:
+    return ModelFacts(spec.name, spec.weights, spec.dtype, "cpu", spec.max_context, 4, 3, 10)
+
+
+@dataclass(frozen=True)
+class FakeGeneration:
+    text: str
+    new_ids: tuple[int, ...]
+    memory: dict[str, float]
+    fractions: dict[str, float]
+    ttft_s: float
+    decode_s: float
+    stop: str = "eos"
+    matched: bool = True
+    events: int = 3
+    promotions: int = 1
+    demotions: int = 2
+    evictions: int = 4
+    tier_units: dict[str, float] = field(default_factory=lambda: {"full": 5.0})
+    needle_fate: dict[str, float] = field(default_factory=lambda: {"full": 0.5, "int2": 0.25, "evicted": 0.25})
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+
+def generate(
+    loaded: Any,
+    policy: FakePolicy,
+    budget: Budget,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    first_token: str,
+    seed: int,
+    example_ids: Sequence[str],
+) -> list[FakeGeneration]:
+    """Every text depends on the whole batch, as bf16 arithmetic does. Behaviour is set by FAKE_* variables."""
+    time.sleep(float(os.environ.get("FAKE_SLEEP_S", "0")))
+    calls = os.environ.get("FAKE_CALLS")
+    if calls:
+        with open(calls, "a") as stream:
+            stream.write(f"{policy.strength} {' '.join(example_ids)}\n")
+    for kind in (RuntimeError, Infeasible, BudgetExceeded, KeyboardInterrupt):
+        hit = os.environ.get(f"FAKE_{kind.__name__.upper()}", "none")
+        if policy.strength and any(hit in name for name in example_ids):
+            raise kind(f"{hit} went\nwrong")
+    batch = repr(([p.ids for p in prompts], policy, budget.spec, first_token, seed))
+    made = []
+    for name in example_ids:
+        digest = hashlib.sha256((batch + name).encode()).hexdigest()
+        good = policy.strength == 0 or int(digest, 16) % 3 > 0
+        share = 1.0 if policy.strength == 0 else 0.2
+        names = ("after_prefill", "peak", "mean", "final")
+        memory = dict.fromkeys((*names, "allowed", "prefill_peak"), 1000 * share)
+        parts = {"payload.full": 800 * share, "params.int2": 100 * share, "table": 50 * share, "ledger": 0.0}
+        fractions = dict.fromkeys((*names, "whole_cache"), share)
+        text = ("yes " if good else "no ") + digest[:6]
+        made.append(
+            FakeGeneration(
+                text, (1, 2), memory | parts | {"workspace": 2.0**20, "host": 0.0}, fractions, time.time() % 1, 0.5
+            )
+        )
+    return made
+
+
+def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:
+    """What configs/run.yaml would compose; `changes` use double underscores for dots: method__strength=2."""
+    cfg = OmegaConf.create(
+        {
+            "model": {"_target_": "fakes.FakeSpec"},
+            "method": {"name": "fake", "_target_": "fakes.FakePolicy"},
+            "reference": {"name": "full_kv", "_target_": "fakes.FakePolicy", "strength": 0},
+            "task": {"_target_": "fakes.FakeTask"},
+            "protocol": {"name": "query_aware"},
+            "profile": {"name": "quick"},
+            "budget": 0.2,
+            "basis": "sequence",
+            "enforce": "always",
+            "small_budget": "clamp",
+            "first_token": "compressed",
+            "split": "test",
+            "seed": 0,
+            "limit": 4,
+            "batch_size": 1,
+            "results_dir": str(results_dir),
+            "resume": "continue",
+        }
+    )
+    for name, value in changes.items():
+        OmegaConf.update(cfg, name.replace("__", "."), value)
+    return cfg
+
+
+if __name__ == "__main__":
+    sys.modules["fakes"] = sys.modules["__main__"]
+    runner.describe = describe  # type: ignore[assignment]
+    options = OmegaConf.from_dotlist(sys.argv[1:])
+    cfg = OmegaConf.merge(config("unset"), options)
+    assert isinstance(cfg, DictConfig)
+    try:
+        print(runner.run(cfg, generate).macro)
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,174 @@
+"""The command line: what mistakes look like, exit codes, and the main job on the tiny model, in real processes too."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import run as cli
+
+ROOT = Path(__file__).parents[1]
+TINY = ("model=tiny", "task=ruler", "task.subsets=[niah_single_1]", "task.context_length=512", "limit=2")
+
+Run = Callable[..., tuple[int, list[str], list[str]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command in this process; exit code, lines of stdout, lines of stderr. Results go to tmp_path/runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+
+    def call(*arguments: str) -> tuple[int, list[str], list[str]]:
+        capsys.readouterr()
+        with warnings.catch_warnings():
+            code = cli.command_line([*arguments, *(() if "results_dir" in str(arguments) else ("results_dir=runs",))])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return call
+
+
+MISTAKES = [
+    ("budget=0", "budget=0 .*give a fraction"),
+    ("budget=1.5", "budget=1.5 .*give a fraction"),
+    ("budget=-0.2", "budget=-0.2 .*give a fraction"),
+    ("budget=abc", "budget=abc .*give a fraction"),
+    ("budget=", "budget= is not a budget; give a fraction"),
+    ("method=quantum", "'method/quantum'.* Available options in 'method': full_kv qevict"),
+    ("model=gpt5", "'model/gpt5'.* Available options in 'model': .*smollm2_135m"),
+    ("task=chess", "'task/chess'.* Available options in 'task': .*ruler"),
+    ("profile=huge", "'profile/huge'.* Available options in 'profile': paper quick standard"),
+    ("protocol=none", "'protocol/none'.* Available options in 'protocol': .*query_aware"),
+    ("reference=none", "'reference/none'.* Available options in 'reference': full_kv"),
+    ("budgt=0.3", "budgt is no field; fields: model, method, .*budget, basis"),
+    ("budget", "'budget' missing EQUAL"),
+    ("method=null", "Config group override must be a string or a list"),
+    ("method.widow=4", "method.widow=4 is no field of QEvict; fields: .*window"),
+    ("method.window=wide", "method.window=wide has the wrong type; give an integer"),
+    ("method.window=0", "method.window=0 must be at least 1"),
+    ("task.context_length=-5", "context_length=-5"),
+    ("task.context_length=200000", "context_length=200000 is out of range; use 512 to 131072"),
+    ("task.context_length=long", "task.context_length=long has the wrong type; give an integer"),
+    ("task.subsets=[niah_single_9]", "niah_single_9"),
+    ("task.source=web", "web"),
+    ("task.source=local task.data_dir=nowhere", "nowhere"),
+    ("model=local model.path=nowhere", "model.path='nowhere' is not a .*folder"),
+    ("model=hub", "model=hub needs an id: model.id=OWNER/NAME"),
+    ("model.dtype=int3", "model.dtype='int3': choose one of"),
+    ("seed=-1", "seed=-1 is out of range"),
+    ("seed=abc", "seed=abc has the wrong type; give an integer"),
+    ("limit=0", "limit=0 is not positive"),
+    ("limit=many", "limit=many has the wrong type"),
+    ("batch_size=0", "batch_size=0 is not positive"),
+    ("basis=mean", "basis='mean' is unknown; choose one of sequence, prompt, total"),
+    ("enforce=never", "enforce='never' is unknown; choose one of always, prefill"),
+    ("small_budget=grow", "small_budget='grow' is unknown; choose one of clamp, refuse"),
+    ("first_token=last", "first_token=last is unknown; choose one of compressed, full"),
+    ("split=train", "split=train is unknown; choose one of test, dev"),
+    ("resume=maybe", "resume=maybe is unknown; choose one of continue, restart"),
+    ("results_dir=/proc/runs", "results_dir=/proc/runs cannot be written .*choose a writable folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[arguments for arguments, _ in MISTAKES])
+def test_a_mistake_is_one_line_with_value_and_remedy(run: Run, tmp_path: Path, arguments: str, message: str) -> None:
+    code, out, err = run("model=tiny", *arguments.split())
+    assert (code, out, len(err)) == (2, [], 1), err
+    assert re.match(f"error: .*{message}", err[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_context_longer_than_the_model_s_is_one_line(run: Run, tmp_path: Path, smollm2: object) -> None:
+    code, out, err = run("model=smollm2_135m", "profile=paper")
+    assert (code, out, len(err)) == (2, [], 1), err
+    assert re.match(
+        "error: task.context_length=32768 is longer than the context of smollm2_135m .8192 tokens.; ", err[0]
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_hub_model_without_network_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, out, err = run("model=hub", "model.id=nobody/nothing")
+    assert (code, out, len(err)) == (2, [], 1), err
+    assert re.match("error: model.id='nobody/nothing' .*network", err[0])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_line_inside_the_rows_is_named(run: Run, tmp_path: Path) -> None:
+    assert run(*TINY, "method=full_kv")[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rows.jsonl").write_text(lines[0][:30] + "\n" + lines[1])
+    code, _, err = run(*TINY, "method=full_kv")
+    assert (code, len(err)) == (2, 1)
+    assert re.match(r"error: .*rows.jsonl:1 is damaged .*resume=restart", err[0])
+    assert run(*TINY, "method=full_kv", "resume=restart")[0] == 0
+
+
+def test_the_main_job_ends_with_the_line_scripts_read_and_repeats_it(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(*TINY, "method=streaming_llm", "budget=0.4")
+    assert code == 0, err
+    number = r"-?\d+\.\d"
+    pattern = (
+        rf"run [0-9a-f]{{12}}: score={number} full_kv={number} diff=\[{number},{number}\] memory=0\.\d+ workspace=\S+"
+    )
+    assert re.fullmatch(pattern, out[-1])
+    assert "RULER-style (own wording)" in out[1]
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("rows.jsonl")}
+    assert run(*TINY, "method=streaming_llm", "budget=0.4")[1] == out
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("rows.jsonl")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_method_s_fields_on_the_command_line_make_a_variant(run: Run) -> None:
+    code, out, err = run(*TINY, "method=snapkv", "method.window=16", "budget=0.5")
+    assert code == 0, err
+    assert out[0].startswith("snapkv (window=16) on tiny")
+
+
+def test_a_failed_run_exits_with_1_and_a_reason(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr("qevict_bench.engine.generate", explode)
+    code, out, err = run(*TINY, "method=full_kv")
+    assert (code, out) == (1, [])
+    assert re.match("error: no example of run .* succeeded; .*RuntimeError: no more memory", err[-1])
+
+
+def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qevict_bench.engine.generate", interrupt)
+    code, _, err = run(*TINY, "method=full_kv")
+    assert (code, err[-1]) == (130, "error: interrupted; re-issue the command to continue")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(("budget=0",), 2), (("method=quantum",), 2), ((*TINY, "method=full_kv"), 0)]
+)
+def test_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    command = [sys.executable, str(ROOT / "run.py"), *arguments, f"results_dir={tmp_path / 'runs'}"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stderr
+    if code:
+        assert done.stdout == ""
+        assert re.fullmatch(r"error: .*\n", done.stderr)
+        assert not list(tmp_path.iterdir())
+    else:
+        assert done.stdout.splitlines()[-1].startswith("run ")
