@@ -118,12 +118,12 @@ def window_scores(
     attention_HQS: list[list[list[float]]], queries: list[int], window: int, sink: int
 ) -> dict[int, float]:
     """One interval of Eq. 1: (1/H_q) sum over query heads, over the interval's queries, over the window's positions."""
-    scores: dict[int, float] = {}
+    home = [window_of(position, window, sink) for position in range(max(queries) + 1)]
+    scores = dict.fromkeys(home, 0.0)
     for head in attention_HQS:
         for query in queries:
             for position in range(query + 1):
-                start = window_of(position, window, sink)
-                scores[start] = scores.get(start, 0.0) + head[query][position] / len(attention_HQS)
+                scores[home[position]] += head[query][position] / len(attention_HQS)
     return scores
 
 

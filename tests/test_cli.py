@@ -15,7 +15,7 @@ import pytest
 import run as cli
 
 ROOT = Path(__file__).parents[1]
-TINY = ("model=tiny", "task=ruler", "task.subsets=[niah_single_1]", "task.context_length=512", "limit=2")
+TINY = ("model=tiny", "task=ruler", "task.subsets=[niah_single_1]", "task.context_length=1536", "limit=2")
 
 Run = Callable[..., tuple[int, list[str], list[str]]]
 
@@ -172,3 +172,12 @@ def test_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], cod
         assert not list(tmp_path.iterdir())
     else:
         assert done.stdout.splitlines()[-1].startswith("run ")
+
+
+def test_warnings_reach_the_user(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(*TINY, "method=full_kv")[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    with open(folder / "rows.jsonl", "ab") as stream:
+        stream.write(b'{"run_id":')
+    assert run(*TINY, "method=full_kv")[0] == 0
+    assert "dropped a torn last line" in caplog.text

@@ -191,6 +191,13 @@ def test_mistakes_are_named_with_a_remedy(fields: dict[str, str], message: str) 
         replace(TINY, **fields).load()
 
 
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match="file/cache cannot be written: set QEVICT_BENCH_CACHE"):
+        weights.cache_dir()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="model.device=cuda, but torch sees no GPU"):

@@ -14,8 +14,21 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-BENCH = "--model tiny --model-d tiny --repeats 2 --prompt-a 48 --new-a 6 --prompt-b 256 --new-b 10".split()
-BENCH += "--event-slots 2048 --events 3 --prompt-d 600".split()
+BENCH = [
+    "--model",
+    "tiny",
+    "--model-d",
+    "tiny",
+    "--repeats",
+    "2",
+    "--prompt-a",
+    "48",
+    "--new-a",
+    "6",
+    "--prompt-b",
+    "256",
+]
+BENCH += ["--new-b", "10", "--event-slots", "2048", "--events", "3", "--prompt-d", "600"]
 
 
 def script(name: str) -> ModuleType:
@@ -67,7 +80,7 @@ def test_bench_engine_prints_and_writes_every_case(
     by_name = {row["measure"]: float(row["median"]) for row in rows}
     assert by_name["windows, promotions"] >= 8
     assert by_name["windows, demotions"] >= 8
-    assert by_name["held per head"] == pytest.approx(2048, rel=0.1)
+    assert by_name["held per head"] == pytest.approx(2048, rel=0.2)
     assert by_name["steady event, place + apply"] > 0
     assert by_name["full_kv - full_kv"] == 0
 
@@ -105,10 +118,13 @@ def test_gpu_check_passes_on_the_cpu(check: ModuleType, capsys: pytest.CaptureFi
     assert len(speed) == 3
     assert all(re.search(r"decode median +[\d.]+ ms", line) for line in speed)
     moves = [
-        re.search(r"(\d+) promoted, (\d+) demoted", line) for line in checks if re.match(r"pass  \w+: qevict", line)
+        re.search(r"(\d+) promoted, (\d+) demoted", line)
+        for line in checks
+        if re.match(r"pass  \w+: qevict.* 0.2:", line)
     ]
     assert len(moves) == 6
     assert all(found is not None and int(found[2]) > 0 for found in moves)
+    assert any(found is not None and int(found[1]) > 0 for found in moves)
 
 
 def test_gpu_check_fails_where_the_device_computes_something_else(
@@ -124,10 +140,11 @@ def test_gpu_check_fails_where_the_device_computes_something_else(
         return loaded
 
     monkeypatch.setattr(check, "tiny", disturbed)
+    monkeypatch.setitem(check.GROUPS, "models", lambda device: check.check_model("llama", device))
     assert check.main(["--device", "cpu", "--only", "models"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines[1:-1] if line.startswith("FAIL  llama: full_kv: logit gap")]
-    assert re.fullmatch(r"\d+ of 15 checks pass", lines[-1])
+    assert re.fullmatch(r"\d+ of 5 checks pass", lines[-1])
 
 
 def test_gpu_check_counts_a_crash_as_a_failure(

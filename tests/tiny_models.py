@@ -215,6 +215,14 @@ def watched(policy: P) -> tuple[P, Counter[str], list[Event]]:
     return Watched(**fields), calls, events  # type: ignore[return-value]
 
 
+def draw(view: LayerView, row: int) -> Tensor:
+    """A number in [0, 1) per live unit of a row [H, U], the same whatever the rows beside it are."""
+    alive = view.alive_BHU[row]
+    drawn = torch.ones(alive.shape)
+    drawn[alive] = torch.rand(int(alive.sum()), generator=view.rng(row))
+    return drawn
+
+
 @dataclass(frozen=True)
 class RandomEviction(KVPolicy):
     """Evicts about `share` of the finished units at every event, drawn from the row's generator."""
@@ -234,7 +242,7 @@ class RandomEviction(KVPolicy):
         for view in views:
             tier = view.tier_BHU.clone()
             for row in range(len(tier)):
-                drawn = torch.rand(tier[row].shape, generator=view.rng(row)) < self.share
+                drawn = draw(view, row) < self.share
                 finished = view.end_BHU[row] <= view.seq_len_B[row]
                 tier[row][drawn & finished & view.alive_BHU[row]] = EVICTED
             placements.append(Placement(tier))
@@ -264,7 +272,7 @@ class RandomTiers(RandomEviction):
         for view in views:
             tier = view.tier_BHU.clone()
             for row in range(len(tier)):
-                drawn = torch.rand(tier[row].shape, generator=view.rng(row))
+                drawn = draw(view, row)
                 whole = (view.end_BHU - view.pos_BHU)[row] == self.unit
                 free = whole & (view.end_BHU[row] <= view.seq_len_B[row]) & view.alive_BHU[row]
                 choice = torch.where(drawn < 0.1, EVICTED, torch.where(drawn < 0.6, 1, FULL))

@@ -115,11 +115,10 @@ def observe(layer: LayerStore, q_BHQD: Tensor, slots: Slots, step: Step, probed_
     """Hand the policy the attention mass per unit of every probed row (a softmax over everything stored)."""
     view = layer.view()
     shared = len({step.new[row] for row in step.rows}) == 1 and bool((probed_BQ == probed_BQ[:1]).all())
-    together = shared and layer.dense and len(step.rows) == layer.num_rows
+    whole = shared and layer.dense and len(step.rows) == layer.num_rows
+    together = whole and len(list(slots.blocks(list(step.rows)))) == 1  # rows of unequal lengths are scored one by one
     for rows in [list(step.rows)] if together else [[row] for row in step.rows]:
         blocks = list(slots.blocks(rows))
-        if together and len(blocks) > 1:
-            raise AssertionError("rows of a dense store with equal steps form one block")
         probed = torch.nonzero(probed_BQ[rows[0], : step.new[rows[0]]])[:, 0]
         if not len(probed):
             continue

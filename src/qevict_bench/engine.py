@@ -153,14 +153,14 @@ def _matched(session: KVSession, trace: RowTrace) -> bool:
 
     matched).
     """
-    if session.budget.native or session.budget.everything or not trace.decode:
+    if session.budget.native or session.budget.everything:
         return session.budget.everything
-    geometry, policy = session.geometry, session.policy
-    short = sum(allowed - used for used, _, allowed in trace.decode) / len(trace.decode)
-    allowed = sum(allowed for _, _, allowed in trace.decode) / len(trace.decode)
-    over = short < 0
-    slots = policy.cadence.decode_every + policy.unit
-    return not over and (short <= 0.03 * allowed or short <= geometry.full_bytes(slots))
+    steps = [(used, allowed) for used, _, allowed in trace.decode]
+    steps = steps or [(trace.after_prefill_bytes, trace.after_prefill_allowed)]
+    allowed = sum(allowed for _, allowed in steps) / len(steps)
+    short = allowed - sum(used for used, _ in steps) / len(steps)
+    growth = session.policy.cadence.decode_every + session.policy.unit
+    return 0 <= short <= max(0.03 * allowed, session.geometry.full_bytes(growth))
 
 
 def _generation(
@@ -178,7 +178,7 @@ def _generation(
     shares = [n / whole for n, whole, _ in trace.decode] or [trace.after_prefill]
     usage = trace.usage
     memory: dict[str, float] = {
-        "allowed": trace.decode[-1][2] if trace.decode else 0,
+        "allowed": trace.decode[-1][2] if trace.decode else trace.after_prefill_allowed,
         "after_prefill": trace.after_prefill_bytes,
         "peak": max(used),
         "mean": sum(used) / len(used),

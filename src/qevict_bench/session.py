@@ -31,6 +31,7 @@ class RowTrace:
 
     after_prefill: float = 0.0
     after_prefill_bytes: int = 0
+    after_prefill_allowed: int = 0
     prefill_peak_bytes: int = 0
     decode: list[tuple[int, int, int]] = field(default_factory=list)  # (bytes, FullKV bytes, allowed) per decode step
     whole_cache: float = 0.0
@@ -145,7 +146,10 @@ class KVSession:
         shared = (self.loaded, self.policy, self.budget, self.geometry, next(iter(self.layers.values())).rope)
         memo: dict[int, Any] = {id(thing): thing for thing in (*shared, *self._modules.values())}
         memo.update({id(rng): torch.Generator().set_state(rng.get_state()) for rng in self._rngs})
-        return copy.deepcopy(self, memo)
+        clone = copy.deepcopy(self, memo)
+        for layer in clone.layers.values():
+            layer.rng = clone._rngs.__getitem__
+        return clone
 
     # ---- one forward pass ----
 
@@ -336,7 +340,7 @@ class KVSession:
             if phase == "decode":
                 trace.decode.append((used, whole, bound))
             else:
-                trace.after_prefill, trace.after_prefill_bytes = used / whole, used
+                trace.after_prefill, trace.after_prefill_bytes, trace.after_prefill_allowed = used / whole, used, bound
             sliding = self.geometry.sliding_layers * self.geometry.num_kv_heads * self.geometry.slot_bytes
             all_layers = whole + sliding * min(seen, self.geometry.sliding_window)
             trace.whole_cache = (used + trace.usage.sliding) / all_layers

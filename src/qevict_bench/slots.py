@@ -60,7 +60,8 @@ class Slots:
             if count:
                 grown.k[grown.start[s] : grown.start[s] + count] = self.k[self.start[s] : self.start[s] + count]
                 grown.v[grown.start[s] : grown.start[s] + count] = self.v[self.start[s] : self.start[s] + count]
-        self.__dict__ = grown.__dict__
+        self.k, self.v, self.end, self.first = grown.k, grown.v, grown.end, grown.first
+        self.cap, self.start = grown.cap, grown.start
 
     def append(self, rows: list[int], new_B: list[int], k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Append `new_B[row]` tokens to every head of the given rows; room must have been ensured."""

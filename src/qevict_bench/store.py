@@ -64,7 +64,7 @@ class LayerStore:
         self.seq_len, self.prompt_len, self.event_len = [0] * num_rows, [0] * num_rows, [0] * num_rows
         self.dense = True  # nothing was moved yet: slots and positions agree
         self._index: dict[int, Tensor] = {}
-        self._rng, self._w_o = rng, w_o
+        self.rng, self._w_o = rng, w_o
         if policy.rope == "compact" and len(policy.tiers) > 1:
             raise ValueError(f"{policy.name}: rope=compact needs a method without low-bit tiers")
         if policy.restore == "host" and len(policy.tiers) > 2:
@@ -122,7 +122,7 @@ class LayerStore:
             rect.tier,
             exact,
             columns,
-            self._rng,
+            self.rng,
             self._w_o,
         )
 

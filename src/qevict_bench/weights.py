@@ -100,10 +100,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 def cache_dir() -> Path:
     """$QEVICT_BENCH_CACHE, or ~/.cache/qevict_bench. ValueError if it cannot be written."""
     folder = Path(os.environ.get("QEVICT_BENCH_CACHE") or Path.home() / ".cache" / "qevict_bench").expanduser()
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"The cache folder {folder} cannot be made: set QEVICT_BENCH_CACHE to another") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"The cache folder {folder} cannot be written: set QEVICT_BENCH_CACHE to another")
     return folder
 
 
