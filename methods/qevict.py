@@ -64,7 +64,13 @@ class QEvict(KVPolicy):
         self.check(CHOICES, {"omega": 1, "window": 1, "sink": 0, "recent": 0, "observation": 1})
         if not 0 <= self.q <= 1 or not 0 < self.decay <= 1:
             raise ValueError(f"method.q={self.q} must lie in [0, 1] and method.decay={self.decay} in (0, 1]")
-        _ = self.tiers  # bad bits or key_params are said here, not in the middle of a run
+        low = self.tiers[LOW]  # bad bits or key_params are said here, not in the middle of a run
+        size = self.window * (low.key.slot_bytes(128, 2) + low.value.slot_bytes(128, 2))
+        if self.q > 0 and size + low.key.group_bytes(128, 2) / low.key.group >= self.window * 512:
+            raise ValueError(
+                f"method.window={self.window} with key_params={self.key_params} and {self.key_bits}/{self.value_bits} "
+                "bits: a quantized window takes as much as full precision; use a larger window or key_params=static"
+            )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -93,7 +99,7 @@ class QEvict(KVPolicy):
 
     @property
     def cadence(self) -> Cadence:
-        return Cadence(decode_every=self.omega, replay=self.decode_scores == "replay")
+        return Cadence(decode_every=self.omega, replay=self.decode_scores != "every_step")
 
     @property
     def restore(self) -> str:
@@ -103,6 +109,7 @@ class QEvict(KVPolicy):
         if budget.native:
             raise ValueError("budget=native: qevict publishes no footprint of its own; give a fraction such as 0.2")
         reserve = self.omega + self.window - 1  # room until the next event, an unfinished window
+        reserve += self.key_params in ("static", "window8")  # per-prompt parameters take one slot per KV head
         sink, recent = clamp_protected(budget, geometry, prompt_len, max_new, self.sink, self.recent, reserve)
         return replace(self, sink=sink, recent=recent)
 
@@ -116,7 +123,7 @@ class QEvict(KVPolicy):
             return last_rows(start, stop, prompt_len_B, self.observation)
         rows = torch.arange(start, stop, device=prompt_len_B.device).expand(len(prompt_len_B), -1)
         if phase == "decode" and self.decode_scores == "last_step":
-            return (rows + 1 - prompt_len_B[:, None]) % self.omega == 0
+            return rows == stop - 1
         return torch.ones_like(rows, dtype=torch.bool)
 
     def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from qevict_bench.budget import Budget, Geometry
 from qevict_bench.policy import EVICTED, Allowance, Cadence, KVPolicy, LayerView, Placement
 from qevict_bench.scoring import last_rows, pool, reduce_group
-from qevict_bench.selection import clamp_protected, keep_best, rank
+from qevict_bench.selection import clamp_protected, keep_all, keep_best, rank
 
 CHOICES = {"pooling": ("max", "avg"), "group_reduce": ("mean", "max"), "reselect_score": ("accumulate", "prompt")}
 
@@ -58,11 +58,12 @@ class SnapKV(KVPolicy):
 
     def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
         enforced = budget.enforce == "always" and not budget.native
+        fitted = replace(self, enforced=enforced, published=budget.native, group=geometry.group_size)
+        every = self.every if enforced else 0
         _, recent = clamp_protected(
-            budget, geometry, prompt_len, max_new, 0, self.window, self.every if enforced else 0
+            budget, geometry, prompt_len, max_new, 0, self.window, every, metadata=fitted.entry_bytes
         )
-        group = geometry.group_size
-        return replace(self, recent=recent, enforced=enforced, published=budget.native, group=group)
+        return replace(fitted, recent=recent)
 
     def knobs(self) -> dict[str, Any]:
         return {"recent": self.recent}
@@ -88,6 +89,8 @@ class SnapKV(KVPolicy):
         vote = torch.stack(list(view.columns.values())).amax(dim=0)
         newest = view.pos_BHU >= view.seq_len_B[:, None, None] - self.recent
         first_event = (view.event_len_B == 0)[:, None, None]
+        if not self.enforced and not bool(first_event.any()):  # as published: the prompt is compressed once
+            return [keep_all(view)]
         beside = newest | ~view.alive_BHU
         pooled = pool(vote.masked_fill(beside, 0.0), self.kernel, self.pooling).masked_fill(beside, 0.0)
         vote = torch.where(first_event, pooled, vote)

@@ -260,9 +260,7 @@ def relative_channels(tokens: torch.Tensor, prompt: torch.Tensor, bits: int) -> 
 
 def _decoded(codes: list[list[int]], scale: list[list[float]], zero: list[list[float]]) -> torch.Tensor:
     rows = zip(codes, scale, zero, strict=True)
-    return torch.tensor(
-        [[dequantize(c, s, z, torch.float32) for c, s, z in zip(*row, strict=True)] for row in rows]
-    )
+    return torch.tensor([[dequantize(c, s, z, torch.float32) for c, s, z in zip(*row, strict=True)] for row in rows])
 
 
 def turn(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import run as cli
 
 ROOT = Path(__file__).parents[1]
-TINY = ("model=tiny", "task=ruler", "task.subsets=[niah_single_1]", "task.context_length=1536", "limit=2")
+TINY = ("model=tiny", "task=ruler", "task.subsets=[niah_single_1]", "task.context_length=1536", "limit=1")
 
 Run = Callable[..., tuple[int, list[str], list[str]]]
 
@@ -109,7 +111,7 @@ def test_a_damaged_line_inside_the_rows_is_named(run: Run, tmp_path: Path) -> No
     assert run(*TINY, "method=full_kv")[0] == 0
     (folder,) = (tmp_path / "runs").iterdir()
     lines = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
-    (folder / "rows.jsonl").write_text(lines[0][:30] + "\n" + lines[1])
+    (folder / "rows.jsonl").write_text(lines[0][:30] + "\n" + lines[0])
     code, _, err = run(*TINY, "method=full_kv")
     assert (code, len(err)) == (2, 1)
     assert re.match(r"error: .*rows.jsonl:1 is damaged .*resume=restart", err[0])
@@ -172,6 +174,36 @@ def test_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], cod
         assert not list(tmp_path.iterdir())
     else:
         assert done.stdout.splitlines()[-1].startswith("run ")
+
+
+@pytest.mark.slow
+def test_the_real_engine_after_kill_9_gives_the_rows_of_an_undisturbed_run(run: Run, tmp_path: Path) -> None:
+    command = [*TINY, "method=qevict", "budget=0.3", "limit=3", "batch_size=2", "model.dtype=bfloat16"]
+    assert run(*command, "results_dir=calm")[0] == 0
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    child = subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), *command, "results_dir=stormy"], cwd=tmp_path, env=environment, stderr=-1
+    )
+    (own,) = [path.parent.name for path in (tmp_path / "calm").glob("*/rows.jsonl") if b'"qevict"' in path.read_bytes()]
+    file = tmp_path / "stormy" / own / "rows.jsonl"
+    while not (file.exists() and file.read_bytes()):
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    child.kill()
+    child.communicate()
+    code, _, err = run(*command, "results_dir=stormy")
+    assert code == 0, err
+    for calm in (tmp_path / "calm").glob("*/rows.jsonl"):
+        stormy = tmp_path / "stormy" / calm.parent.name / "rows.jsonl"
+        calm_rows, stormy_rows = (
+            [
+                {name: value for name, value in json.loads(line).items() if name not in ("ttft_s", "decode_s")}
+                for line in path.read_text().splitlines()
+            ]
+            for path in (calm, stormy)
+        )
+        assert calm_rows == stormy_rows
+        assert len(calm_rows) == 4
 
 
 def test_warnings_reach_the_user(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import naive
@@ -62,6 +65,15 @@ def session_of(policy: QEvict, spec: str, prompt_len: int, rows: int = 1, max_ne
     return KVSession(
         engine(), policy.fit(budget, geometry_of(engine()), prompt_len, max_new), budget, rows, max_new=max_new
     )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models are faster on one, and far faster where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # ---- the worked example, with what parameters really cost ----
@@ -181,7 +193,7 @@ def test_replay_scores_the_interval_at_its_end() -> None:
         session = session_of(QEvict(decode_scores=decode_scores), "0.3", 330, rows=2)
         session.prefill([random_ids(330, 3), random_ids(357, 4)])
         logits = []
-        for step in range(30):
+        for step in range(32):
             if step == 19:
                 session.freeze(0)
             logits.append(session.decode([step + 1, step + 2])[session.active])
@@ -195,6 +207,25 @@ def test_replay_scores_the_interval_at_its_end() -> None:
     for index, layer in every.layers.items():
         twin = replay.layers[index].view().columns["score"]
         torch.testing.assert_close(layer.view().columns["score"][1, :, :-2], twin[1, :, :-2], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("decode_scores", ["replay", "last_step"])
+def test_a_question_cuts_an_interval_short(decode_scores: str) -> None:
+    """3 decoded tokens, a question of 5, an interval of 8: which queries are scored, at fraction 1."""
+    session = session_of(QEvict(decode_scores=decode_scores, prefill_scores="all"), "1.0", 61)
+    ids = random_ids(77, 3)
+    session.prefill([ids[:61]])
+    for token in ids[61:64]:
+        session.decode([token])
+    session.append([ids[64:69]])
+    for token in ids[69:]:
+        session.decode([token])
+    decoded = [*range(61, 64), *range(69, 77)] if decode_scores == "replay" else [63, 76]
+    for index, heads in enumerate(attentions(77, 3)):
+        expected = naive.window_scores(heads, [*range(61), *range(64, 69), *decoded], 8, 5)
+        view = session.layers[index].view()
+        stored = zip(view.pos_BHU[0, 0].tolist(), view.columns["score"][0, 0].tolist(), strict=True)
+        assert {pos: score for pos, score in stored if pos < 77} == pytest.approx(expected, abs=2e-4)
 
 
 # ---- Algorithm 1 ----
@@ -316,7 +347,7 @@ class Driver:
     steps=st.lists(st.tuples(st.integers(1, 19), st.integers(0, 10**6)), min_size=1, max_size=5),
     share=st.sampled_from(("0.3", "0.4", "0.6", "0.9")),
     q=st.sampled_from((0.1, 0.5, 0.7, 1.0)),
-    shape=st.sampled_from(((8, 5, 32), (8, 0, 16), (4, 3, 7), (1, 4, 9))),
+    shape=st.sampled_from(((8, 5, 32), (8, 0, 16), (4, 3, 7), (2, 4, 9))),
     fill=st.booleans(),
     promotion=st.sampled_from(("dequantize", "host", "none")),
 )
@@ -480,7 +511,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head_scope=kv_head": {"head_scope": "kv_head"},
     "decay": {"decay": 0.9},
     "bits=4/2": {"key_bits": 4},
-    "window=1": {"window": 1},
+    "window=1": {"window": 1, "key_params": "static"},
     "window=32": {"window": 32},
     "q=0": {"q": 0.0},
     "q=1": {"q": 1.0},
@@ -500,6 +531,14 @@ def run(policy: QEvict, spec: str, length: int = 512, new: int = 20) -> Generati
         example_ids=["a"],
     )
     return made
+
+
+@pytest.mark.parametrize("fields", [{"window": 1}, {"window": 2, "key_bits": 8, "value_bits": 8}])
+def test_a_quantized_window_must_be_smaller(fields: dict[str, Any]) -> None:
+    """Two 16-bit parameters per channel outweigh what few tokens save; as two tiers (q = 0) the window is fine."""
+    with pytest.raises(ValueError, match="larger window"):
+        QEvict(**fields)
+    assert QEvict(q=0.0, **fields).window == fields["window"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -549,3 +588,35 @@ def test_scores_of_windows_that_age(aged_score: str) -> None:
     assert after[69 - 8] == (float(69 - 8) if 69 - 8 in known else expected)
     assert after[known[-1] + 8] == pytest.approx(expected)
     assert after[known[-1] + 16] == 100.0  # still recent
+
+
+# ---- scripts/promotion_mass.py ----
+
+
+def test_promotion_mass_is_full_kv_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "scripts" / "promotion_mass.py"
+    spec = importlib.util.spec_from_file_location("promotion_mass", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(script)
+    sys.path[:] = before
+    policy = QEvict()
+    moves = script.measure(engine(), policy, Budget("0.3"), random_ids(340, 3), 300)
+    assert {move.kind for move in moves} == {"promoted", "aged", "displaced"}
+    assert {move.seen for move in moves} <= set(range(308, 340, 8))
+    expected = {
+        (seen, layer): naive.window_scores(heads, list(range(seen, seen + 8)), policy.window, policy.sink)
+        for layer, heads in enumerate(attentions(340, 3))
+        for seen in range(308, 340, 8)
+    }
+    for move in moves:
+        layer, _, window = move.place
+        assert move.mass == pytest.approx(expected[move.seen, layer][window], abs=1e-4)
+        if move.kind == "aged":
+            assert move.seen - 8 < window + 8 + policy.recent <= move.seen
+    assert script.main(["--model", "tiny", "--prompt", "300", "--tokens", "32", "--budget", "0.3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].startswith("promotions ")
+    assert len(printed) == 4

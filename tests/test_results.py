@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qevict_bench.environment import Environment, code_hash
+from qevict_bench.environment import Environment, code_hash, hash_of
 from qevict_bench.results import Damaged, Different, Row, open_run, read_rows, run_id
 
 ENVIRONMENT = Environment("c0de", {"torch": "2.13"}, "cpu", "some CPU", 2, "host", "abc", False)
@@ -219,16 +219,20 @@ def test_the_run_id_depends_on_every_value_and_not_on_their_order() -> None:
     assert len({run_id(v) for v in ({"a": 1}, {"a": "1"}, {"a": 2}, {"b": 1}, {"a": 1, "b": 0})}) == 5
 
 
-def test_the_code_hash_changes_with_a_method(tmp_path: Path) -> None:
-    script = "from qevict_bench.environment import code_hash; print(code_hash())"
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "__init__.py").write_text("")
-    hashes = set()
-    for text in ("x = 1", "x = 2", "x = 1"):
-        (tmp_path / "methods" / "one.py").write_text(text)
-        environment = {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        hashes.add(done.stdout)
-    assert len(hashes) == 2
-    assert code_hash() + "\n" not in hashes
+def test_the_code_hash_covers_engine_methods_and_tasks() -> None:
+    root = Path(__file__).parents[1]
+    folders = {"qevict_bench": root / "src" / "qevict_bench", "methods": root / "methods", "tasks": root / "tasks"}
+    code_hash.cache_clear()
+    assert code_hash() == hash_of({name: [folder] for name, folder in folders.items()})
+
+
+def test_a_code_hash_changes_with_content_and_names(tmp_path: Path) -> None:
+    hashes = []
+    for name, text in (("one.py", "x = 1"), ("one.py", "x = 2"), ("one.py", "x = 1"), ("deep/two.py", "x = 1")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        hashes.append(hash_of({"methods": [tmp_path]}))
+    assert hashes[0] == hashes[2]
+    assert len(set(hashes)) == 3
+    (tmp_path / "notes.txt").write_text("no code")
+    assert hash_of({"methods": [tmp_path]}) == hashes[-1]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from qevict_bench.results import read_rows
 from qevict_bench.summary import Summary
 
 ROOT = Path(__file__).parents[1]
+Start = Callable[..., subprocess.Popen[str]]
 VOLATILE = ("ttft_s", "decode_s")
 
 
@@ -299,16 +300,22 @@ def test_mistakes_are_named_and_leave_nothing_behind(tmp_path: Path, change: dic
     assert not target.exists() or not list(target.iterdir())
 
 
-def process(results_dir: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
-    """The runner on the stand-ins, alone in a process; its results folder and options as in fakes.py."""
+@pytest.fixture
+def process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the runner on the stand-ins in a process: results folder, options as in fakes.py, environment."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "tests")])
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "fakes.py"), f"results_dir={results_dir}", *options],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    started = []
+
+    def start(results_dir: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(ROOT / "tests" / "fakes.py"), f"results_dir={results_dir}", *options]
+        environment = {**os.environ, "PYTHONPATH": path, **environment}
+        started.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
 
 
 def wait_for(condition: Callable[[], object], child: subprocess.Popen[str]) -> None:
@@ -323,7 +330,7 @@ def num_lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def test_rows_after_kill_9_equal_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_rows_after_kill_9_equal_those_of_an_undisturbed_run(tmp_path: Path, process: Start) -> None:
     cfg = fakes.config(tmp_path / "calm", batch_size=2, limit=5)
     plan = runner.make_plan(cfg)
     runner.run(cfg, fakes.generate)
@@ -342,7 +349,7 @@ def test_rows_after_kill_9_equal_those_of_an_undisturbed_run(tmp_path: Path) -> 
         assert rows_of(stormy / folder) == calm_rows
 
 
-def test_of_two_identical_commands_one_names_the_other_and_stops(tmp_path: Path) -> None:
+def test_of_two_identical_commands_one_names_the_other_and_stops(tmp_path: Path, process: Start) -> None:
     plan = runner.make_plan(fakes.config(tmp_path))
     first = process(tmp_path, FAKE_SLEEP_S="0.3")
     wait_for(lambda: num_lines(tmp_path / plan.reference.run_id / "rows.jsonl"), first)
@@ -354,7 +361,7 @@ def test_of_two_identical_commands_one_names_the_other_and_stops(tmp_path: Path)
 
 
 def test_two_methods_at_once_share_one_reference_run(
-    tmp_path: Path, calls: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, process: Start, calls: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = runner.make_plan(fakes.config(tmp_path))
     first = process(tmp_path, FAKE_SLEEP_S="0.3")

@@ -136,9 +136,7 @@ def reference(kind: str) -> PreTrainedModel:
 
 
 def sdpa_copy(model: PreTrainedModel) -> PreTrainedModel:
-    twin = AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="sdpa"
-    )
+    twin = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="sdpa")
     twin.load_state_dict(model.state_dict())
     return twin.eval().requires_grad_(False)
 

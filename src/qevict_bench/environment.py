@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -55,11 +56,16 @@ class Environment:
 
 @cache
 def code_hash() -> str:
-    """Hash of every Python file of the engine, the methods and the tasks, by relative path."""
+    """Hash of every Python file of the engine, the methods and the tasks."""
+    specs = {package: find_spec(package) for package in _CODE}
+    return hash_of({name: [*(spec.submodule_search_locations or ())] for name, spec in specs.items() if spec})
+
+
+def hash_of(packages: Mapping[str, Sequence[str | Path]]) -> str:
+    """Hash of the Python files below the folders of each package, by relative path and content."""
     digest = hashlib.sha256()
-    for package in _CODE:
-        spec = find_spec(package)
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
+    for package, folders in packages.items():
+        for folder in folders:
             for path in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{package}/{path.relative_to(folder).as_posix()}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())

@@ -82,21 +82,7 @@ class ModelSpec:
             model, tokenizer = _from_folder(folder, self.name, attn_implementation, DTYPES[dtype], device)
         if self.chat == "template" and not tokenizer.chat_template:
             raise ValueError(f"model.chat=template, but {self.name} has no chat template; use model.chat=plain")
-        model.eval().requires_grad_(False)
-        text = model.config.get_text_config(decoder=True)
-        return LoadedModel(
-            name=self.name,
-            model=model,
-            tokenizer=tokenizer,
-            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-            dtype=dtype,
-            device=device,
-            chat=self.chat != "plain" and bool(tokenizer.chat_template),
-            eos_ids=_eos_ids(model, tokenizer),
-            max_context=int(text.max_position_embeddings),
-            compressible_layers=compressible_layers(model.config),
-            num_layers=int(text.num_hidden_layers),
-        )
+        return around(model, tokenizer, self.name, identity=identity, chat=self.chat != "plain")
 
     def _check(self) -> tuple[str, str]:
         """The resolved (dtype, device)."""
@@ -129,6 +115,31 @@ class ModelSpec:
                     "and all its *.safetensors"
                 )
         return folder, identity_of(folder)
+
+
+def around(
+    model: PreTrainedModel, tokenizer: Any, name: str, *, identity: str = "in memory", chat: bool = True
+) -> LoadedModel:
+    """A `LoadedModel` around a model that is already in memory, loaded with the attention of `attention.register()`.
+
+    `identity` names its weights for fingerprints. Raises ValueError if the cache cannot serve the model.
+    """
+    check_supported(model.config, name)
+    model.eval().requires_grad_(False)
+    text = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        chat=chat and bool(tokenizer.chat_template),
+        eos_ids=_eos_ids(model, tokenizer),
+        max_context=int(text.max_position_embeddings),
+        compressible_layers=compressible_layers(model.config),
+        num_layers=int(text.num_hidden_layers),
+    )
 
 
 def check_supported(config: PretrainedConfig, name: str) -> None:
@@ -171,8 +182,11 @@ def compressible_layers(config: PretrainedConfig) -> tuple[int, ...]:
     """Indices of the full-attention layers: only their caches grow with the context. ValueError if there is none."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) or 0
+    if window >= text.max_position_embeddings:  # Phi-3: a window that never closes
+        return tuple(range(text.num_hidden_layers))
     if kinds is None:
-        sliding = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+        sliding = window and getattr(text, "use_sliding_window", True)
         kinds = ["sliding_attention" if sliding else "full_attention"] * text.num_hidden_layers
     full = tuple(index for index, kind in enumerate(kinds) if kind == "full_attention")
     if not full:

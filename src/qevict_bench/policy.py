@@ -129,6 +129,11 @@ class KVPolicy(ABC):
         return ()
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of one table entry: first position, tier, tier of its codes, and the columns."""
+        return 4 + 1 + 1 + 4 * len(self.columns)
+
+    @property
     def unit(self) -> int:
         return 1
 

@@ -59,21 +59,30 @@ def layer_tokens(budget: Budget, geometry: Geometry, prompt_len: int, max_new: i
 
 
 def clamp_protected(
-    budget: Budget, geometry: Geometry, prompt_len: int, max_new: int, sink: int, recent: int, reserve: int
+    budget: Budget,
+    geometry: Geometry,
+    prompt_len: int,
+    max_new: int,
+    sink: int,
+    recent: int,
+    reserve: int,
+    metadata: int = 0,
 ) -> tuple[int, int]:
     """Sink and recent tokens after `small_budget`: together at most half of what one layer may hold.
 
-    `reserve` counts further tokens that no setting avoids (room until the next event, an unfinished window). Raises
+    `reserve` counts further tokens that no setting avoids (room until the next event, an unfinished window), `metadata`
+    the bytes a token of one KV head takes beside key and value (`KVPolicy.entry_bytes` with units of one token). Raises
     Infeasible, naming the nearest fraction, if nothing fits or if `small_budget=refuse` and they would have to shrink.
     """
-    tokens = layer_tokens(budget, geometry, prompt_len, max_new)
+    token_bytes = geometry.slot_bytes + metadata
+    tokens = layer_tokens(budget, geometry, prompt_len, max_new) * geometry.slot_bytes // token_bytes
     half = tokens // 2
     if budget.native or budget.everything or (sink + recent <= half and sink + recent + reserve < tokens):
         return sink, recent
     fewest = 2 * max(reserve + 1, 2)
     if budget.small_budget == "refuse" or tokens < fewest:
         need = max(fewest, 2 * (sink + recent)) if budget.small_budget == "refuse" else fewest
-        hint = f"the nearest feasible fraction is {min(1.0, (need + 1) / prompt_len):.3f}"
+        hint = f"the nearest feasible fraction is {min(1.0, (need + 1) * token_bytes / geometry.slot_bytes / prompt_len):.3f}"
         raise Infeasible(
             f"budget={budget.spec} pays for {tokens} of {prompt_len} tokens per KV head; {need} are needed ({hint})"
         )

@@ -334,7 +334,8 @@ class KVSession:
             used = trace.usage.payload if self.budget.everything else trace.usage.total
             allowed = self._allowed(row)
             bound = allowed if allowed is not None else 0
-            if allowed is not None and used > allowed and (phase != "decode" or self.budget.enforce == "always"):
+            bounded = phase == "prefill" or self.budget.enforce == "always"
+            if allowed is not None and used > allowed and bounded:
                 self._refuse(phase, row, used, allowed)
             whole = self.geometry.full_bytes(seen)
             if phase == "decode":
