@@ -26,7 +26,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -128,7 +128,7 @@ def against_transformers(args: argparse.Namespace) -> list[Row]:
     return in_turns("a", "full_kv / transformers", run_ours, run_theirs, args.repeats)
 
 
-def against_full_kv(args: argparse.Namespace) -> list[Row]:
+def against_full_kv(args: argparse.Namespace) -> Iterator[Row]:
     loaded = load(args.model, register())
 
     def run(label: str, new: int) -> Times:
@@ -136,13 +136,11 @@ def against_full_kv(args: argparse.Namespace) -> list[Row]:
         budget = "1.0" if name == "full_kv" else args.budget
         return example(loaded, name, budget, args.prompt_b, new, "compressed", not without)
 
-    rows = []
     for label in ("full_kv", *COMPARED):
         run(label, 2)  # warms up
         if label in COMPARED:
             run_a, run_b = (lambda label=who: run(label, args.new_b) for who in (label, "full_kv"))
-            rows += in_turns("b", f"{label} / full_kv", run_a, run_b, args.repeats)
-    return rows
+            yield from in_turns("b", f"{label} / full_kv", run_a, run_b, args.repeats)
 
 
 class Event:
@@ -244,7 +242,12 @@ def prefill_memory(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-CASES = {"a": against_transformers, "b": against_full_kv, "c": routing_event, "d": prefill_memory}
+CASES: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
+    "a": against_transformers,
+    "b": against_full_kv,
+    "c": routing_event,
+    "d": prefill_memory,
+}
 
 
 def main(argv: list[str]) -> int:
@@ -270,9 +273,9 @@ def main(argv: list[str]) -> int:
     print(("{:5}{:42}" + 3 * "{:>10}" + "  {:10}{:>3}{:>9}{:>9}").format(*COLUMNS), flush=True)
     rows = []
     for case in sorted(set(args.only.split(","))):
-        rows += (lines := CASES[case](args))
-        for line in lines:
+        for line in CASES[case](args):
             print(("{:5}{:42}" + 3 * "{:10.3f}" + "  {:10}{:3}{:9.2f}{:9.2f}").format(*line), flush=True)
+            rows.append(line)
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         with args.csv.open("w", newline="") as file:

@@ -33,27 +33,24 @@ from qevict_bench.session import KVSession, geometry_of  # noqa: E402
 from qevict_bench.statistics import paired_interval  # noqa: E402
 from tasks.ruler.prose import sentences  # noqa: E402
 
-Place = tuple[int, int, int]  # layer, table head, first position of the window
-
 
 class Move(NamedTuple):
     """A window that changed tier when `seen` tokens were seen, and its mass in the interval after that."""
 
     seen: int
-    place: Place
+    place: tuple[int, int, int]  # layer, table head, first position
     kind: str
     mass: float
 
 
-def windows(session: KVSession) -> dict[Place, tuple[int, float]]:
+def windows(session: KVSession) -> dict[tuple[int, int, int], tuple[int, float]]:
     """Tier and Eq. 1 score of every window that is held."""
     found = {}
     for index, layer in session.layers.items():
         view = layer.view()
         for head, rows in enumerate(zip(view.pos_BHU[0], view.tier_BHU[0], view.columns["score"][0], strict=True)):
-            for pos, tier, score in zip(*(row.tolist() for row in rows), strict=True):
-                if pos >= 0:
-                    found[index, head, pos] = (tier, score)
+            units = zip(*(row.tolist() for row in rows), strict=True)
+            found.update({(index, head, pos): (tier, score) for pos, tier, score in units if pos >= 0})
     return found
 
 
@@ -94,7 +91,7 @@ def compare(moves: list[Move], kinds: tuple[str, ...]) -> str:
         if up and down:
             pairs.setdefault(seen, []).append((fmean(up), fmean(down)))
     if not pairs:
-        return f"promoted - {'+'.join(kinds)}: no event with both"
+        return f"no event with promoted and {kinds} windows"
     up, down = ([fmean(pair[i] for pair in event) for event in pairs.values()] for i in (0, 1))
     found = paired_interval(up, down)
     values = f"{fmean(up):.4f} - {fmean(down):.4f} = {found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
@@ -103,22 +100,19 @@ def compare(moves: list[Move], kinds: tuple[str, ...]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("model", "smollm2_135m"), ("method", "qevict"), ("budget", "0.1")):
-        parser.add_argument(f"--{name}", default=default)
+    parser.add_argument("--model", default="smollm2_135m", help="a name in configs/model")
+    parser.add_argument("--budget", default="0.1")
     for name, number in (("prompt", 1024), ("tokens", 256), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=number)
     args = parser.parse_args(argv)
-    groups = {"model": args.model, "method": args.method}
-    fields = {kind: yaml.safe_load((ROOT / f"configs/{kind}/{name}.yaml").read_text()) for kind, name in groups.items()}
-    loaded = ModelSpec(**{k: v for k, v in fields["model"].items() if k != "_target_"}).load(attention.register())
-    policy = QEvict(**{k: v for k, v in fields["method"].items() if k not in ("_target_", "name")})
+    fields = yaml.safe_load((ROOT / f"configs/model/{args.model}.yaml").read_text())
+    loaded = ModelSpec(**{k: v for k, v in fields.items() if k != "_target_"}).load(attention.register())
     stream, text, num = sentences(Random(args.seed)), "", args.prompt + args.tokens
     while len(ids := loaded.tokenizer(text, verbose=False)["input_ids"]) < num:
         text += " ".join(next(stream) for _ in range(50)) + " "
-    moves = measure(loaded, policy, Budget(args.budget), ids[:num], args.prompt)
-    promoted, aged, displaced = (sum(m.kind == kind for m in moves) for kind in ("promoted", "aged", "displaced"))
-    print(f"{args.model}, {args.method}, budget {args.budget}, {args.prompt} + {args.tokens} tokens, seed {args.seed}")
-    print(f"promotions {promoted}, demotions {aged + displaced} (aged {aged}, displaced {displaced})")
+    moves = measure(loaded, QEvict(), Budget(args.budget), ids[:num], args.prompt)
+    print(", ".join(f"{name} {value}" for name, value in vars(args).items()))
+    print(", ".join(f"{kind} {sum(m.kind == kind for m in moves)}" for kind in ("promoted", "aged", "displaced")))
     for kinds in (("aged", "displaced"), ("displaced",)):
         print(compare(moves, kinds))
     return 0

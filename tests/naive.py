@@ -264,7 +264,7 @@ def _decoded(codes: list[list[int]], scale: list[list[float]], zero: list[list[f
 
 
 def turn(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """RoPE of x [..., S, D] at positions [..., S] in the complex plane: pair (i, i + D/2) turns by pos * base^(-2i/D)."""
+    """RoPE of x [..., S, D] at positions [..., S] as complex numbers: pair (i, i + D/2) turns by pos * base^(-2i/D)."""
     half = x.shape[-1] // 2
     speed = base ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = positions.double()[..., None] * speed
@@ -275,8 +275,8 @@ def turn(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
 class DenseLlama:
     """A Llama written out by hand in float64, one row, that keeps every key it ever saw, un-rotated.
 
-    Between calls of `run` a test may edit, per layer and KV head: `alive` (False = masked from the next step on), `keys`
-    (un-rotated) and `values` [H, S, D], and `places` [H, S], the positions keys are rotated at.
+    Between calls of `run` a test may edit, per layer and KV head: `alive` (False = masked from the next step on),
+    `keys` (un-rotated) and `values` [H, S, D], and `places` [H, S], the positions keys are rotated at.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -618,5 +618,5 @@ def test_promotion_mass_is_full_kv_attention(capsys: pytest.CaptureFixture[str])
             assert move.seen - 8 < window + 8 + policy.recent <= move.seen
     assert script.main(["--model", "tiny", "--prompt", "300", "--tokens", "32", "--budget", "0.3"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].startswith("promotions ")
+    assert printed[1].startswith("promoted ")
     assert len(printed) == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from small_tokenizers import byte_tokenizer, merging_tokenizer
 
 from qevict_bench.task import Example, Prompter
@@ -213,13 +212,14 @@ def test_mistaken_requests_are_refused(limit: int, split: str, message: str) -> 
         next(Ruler().examples(_BYTES, limit, 0, split))
 
 
-def test_yaml_holds_the_defaults() -> None:
+def test_yaml_takes_the_length_of_the_profile() -> None:
     config = OmegaConf.load(_ROOT / "configs" / "task" / "ruler.yaml")
-    assert instantiate(config) == Ruler()
-    assert set(config) == {"_target_"} | {field.name for field in fields(Ruler)}
-    changed = instantiate(config, subsets=["niah_multivalue"])
+    assert isinstance(config, DictConfig)
+    root = OmegaConf.create({"profile": {"context_length": 2048}, "task": config})
+    assert instantiate(root.task) == Ruler(context_length=2048)
+    changed = instantiate(root.task, subsets=["niah_multivalue"])
     assert changed.subsets == ("niah_multivalue",)
-    assert hash(changed) == hash(Ruler(subsets=("niah_multivalue",)))
+    assert hash(changed) == hash(Ruler(context_length=2048, subsets=("niah_multivalue",)))
 
 
 def test_fingerprint_follows_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -105,7 +105,8 @@ def test_everything_changes_no_bit(name: str, kind: str) -> None:
     events = len(family(kind).compressible_layers) * (1 + 20 // policy.cadence.decode_every)
     assert calls["place"] == events
     if policy.columns:
-        assert calls["probe"] and calls["observe"]
+        assert calls["probe"]
+        assert calls["observe"]
         for layer in sessions[1].layers.values():
             for column in layer.view().columns.values():
                 assert bool((column.sum((1, 2)) > 0).all())
@@ -215,7 +216,8 @@ def test_a_frozen_row_never_changes(name: str) -> None:
     units, before, events = kept(session, 1), state(), session.trace[1].events
     for token in random_ids(20, 2):
         session.decode([token] * 3)
-    assert units == kept(session, 1) and session.trace[1].events == events
+    assert units == kept(session, 1)
+    assert session.trace[1].events == events
     assert session.seq_len == [90 + 31, 161 + 11, 120 + 31]
     assert all(torch.equal(old, new) for old, new in zip(before, state(), strict=True))
 
@@ -255,7 +257,7 @@ def test_chunks_equal_one_shot(name: str, kind: str) -> None:
 class Once(KVPolicy):
     """Places once, after the prompt, as `inner` does."""
 
-    inner: KVPolicy = RandomEviction()
+    inner: KVPolicy
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -392,20 +394,17 @@ def test_a_working_copy_changes_no_result(name: str) -> None:
         equal(one, other)
 
 
-def run_twice(make: Callable[[], list[Generation]]) -> bool:
-    return make() == make()
-
-
 def test_same_seed_same_run() -> None:
-    ids = random_ids(80, 1)
-    assert run_twice(lambda: run(family("llama"), RandomEviction(), UNBOUNDED, [ids]))
+    one, other = (run(family("llama"), RandomEviction(), UNBOUNDED, [random_ids(80, 1)]) for _ in range(2))
+    assert one == other
 
 
 def test_stop_strings_and_length() -> None:
     ids = random_ids(60, 1)
     [free] = run(family("llama"), FullKV(), EVERYTHING, [ids])
     text = free.text
-    assert free.stop == "length" and len(free.new_ids) == 24
+    assert free.stop == "length"
+    assert len(free.new_ids) == 24
     mark = " ".join(text.split()[7:9])
     [made] = generate(
         family("llama"),
@@ -418,7 +417,8 @@ def test_stop_strings_and_length() -> None:
         example_ids=["x"],
     )
     assert made.stop == "stop_string"
-    assert made.text == text[: text.index(mark)] and mark not in made.text
+    assert made.text == text[: text.index(mark)]
+    assert mark not in made.text
 
 
 def test_an_empty_row_is_refused() -> None:

@@ -54,7 +54,7 @@ def same_mask(dense: naive.DenseLlama, event: Event, row: int = 0) -> None:
 
 
 class Quantized:
-    """Replaces, in a dense run, keys and values of units from their first demotion on by what independent codes give."""
+    """Replaces, in a dense run, keys and values of units, from their first demotion on, by what naive codes give."""
 
     def __init__(self, dense: naive.DenseLlama, policy: RandomTiers | QEvict, prompt_len: int, host: bool) -> None:
         self.dense, self.policy, self.host = dense, policy, host
@@ -218,7 +218,9 @@ def test_qevict_equals_a_dense_run_on_fake_quantized_values(policy: QEvict, budg
     policy, _, events = watched(policy)
     session = run_quantized(policy, events, Budget(budget), prompt_len=173, num_new=48)
     trace = session.trace[0]
-    assert trace.demotions and trace.promotions and trace.evictions
+    assert trace.demotions
+    assert trace.promotions
+    assert trace.evictions
 
 
 def run_quantized(
@@ -302,7 +304,8 @@ def test_codes_stay_the_same_for_as_long_as_a_unit_lives() -> None:
                 key = index, head, int(rect.pos[0, head, unit])
                 again += key in first
                 assert torch.equal(first.setdefault(key, packed[entry].clone()), packed[entry])
-    assert again > 100 and session.trace[0].promotions > 10
+    assert again > 100
+    assert session.trace[0].promotions > 10
 
 
 def test_evicted_units_are_never_revived() -> None:

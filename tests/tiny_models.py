@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -107,7 +106,7 @@ class Spaces:
         return " ".join(map(str, ids))
 
 
-@lru_cache(maxsize=None)
+@cache
 def family(kind: str) -> LoadedModel:
     """A random fp32 model of one family; norms and biases are random too."""
     cls, changes = KINDS[kind]
@@ -129,7 +128,7 @@ def around(model: PreTrainedModel, name: str, eos_ids: tuple[int, ...] = ()) -> 
     return LoadedModel(name, model, Spaces(), name, "float32", "cpu", False, eos_ids, context, layers, num_layers)
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(kind: str) -> PreTrainedModel:
     """The same weights under the sdpa attention of transformers."""
     return sdpa_copy(family(kind).model)
@@ -168,7 +167,7 @@ def decode_all(session: KVSession, tokens: Sequence[int]) -> Tensor:
 
 
 class Event(NamedTuple):
-    """One call of `place` for one layer: tokens seen, first and end position of every unit, the tier chosen, its cost."""
+    """One call of `place` for one layer: tokens seen, first and end position of every unit, chosen tier, cost."""
 
     layer_idx: int
     seq_len: list[int]
@@ -319,9 +318,3 @@ class KeepSuffix(KVPolicy):
         [view] = views
         tail = view.pos_BHU >= view.prompt_len_B[:, None, None] - self.suffix
         return [Placement(torch.where(tail, view.tier_BHU, EVICTED))]
-
-
-@contextmanager
-def changed(loaded: LoadedModel, **changes: Any) -> Iterator[LoadedModel]:
-    """The same model with other facts about it."""
-    yield replace(loaded, **changes)

@@ -30,14 +30,14 @@ def describe(spec: ModelSpec) -> ModelFacts:
 
     from qevict_bench.models import compressible_layers
 
-    dtype, device = spec._check()
+    dtype, device = spec.resolve()
     if spec.source == "tiny":
         loaded = spec.load()
         layers = len(loaded.compressible_layers)
         return ModelFacts(
             spec.name, loaded.fingerprint, dtype, device, loaded.max_context, loaded.num_layers, layers, 0
         )
-    folder, identity = spec._locate()
+    folder, identity = spec.locate()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -74,17 +74,17 @@ class ModelSpec:
 
         Raises ValueError if a field is wrong, the weights are not to be had, or the cache cannot serve the model.
         """
-        dtype, device = self._check()
+        dtype, device = self.resolve()
         if self.source == "tiny":
             model, tokenizer, identity = tiny_model(attn_implementation, DTYPES[dtype], device)
         else:
-            folder, identity = self._locate()
+            folder, identity = self.locate()
             model, tokenizer = _from_folder(folder, self.name, attn_implementation, DTYPES[dtype], device)
         if self.chat == "template" and not tokenizer.chat_template:
             raise ValueError(f"model.chat=template, but {self.name} has no chat template; use model.chat=plain")
         return around(model, tokenizer, self.name, identity=identity, chat=self.chat != "plain")
 
-    def _check(self) -> tuple[str, str]:
+    def resolve(self) -> tuple[str, str]:
         """The resolved (dtype, device)."""
         choices = {"source": SOURCES, "dtype": ("auto", *DTYPES), "device": DEVICES, "chat": CHATS}
         for field, allowed in choices.items():
@@ -100,7 +100,7 @@ class ModelSpec:
             default_device if self.device == "auto" else self.device,
         )
 
-    def _locate(self) -> tuple[Path, str]:
+    def locate(self) -> tuple[Path, str]:
         """A folder in the transformers format, and a text that identifies its content."""
         if self.source == "embedded":
             folder = embedded_folder(self.name, self.package, self.install)

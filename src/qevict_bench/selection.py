@@ -82,7 +82,8 @@ def clamp_protected(
     fewest = 2 * max(reserve + 1, 2)
     if budget.small_budget == "refuse" or tokens < fewest:
         need = max(fewest, 2 * (sink + recent)) if budget.small_budget == "refuse" else fewest
-        hint = f"the nearest feasible fraction is {min(1.0, (need + 1) * token_bytes / geometry.slot_bytes / prompt_len):.3f}"
+        nearest = min(1.0, (need + 1) * token_bytes / (geometry.slot_bytes * prompt_len))
+        hint = f"the nearest feasible fraction is {nearest:.3f}"
         raise Infeasible(
             f"budget={budget.spec} pays for {tokens} of {prompt_len} tokens per KV head; {need} are needed ({hint})"
         )
