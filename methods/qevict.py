@@ -67,10 +67,7 @@ class QEvict(KVPolicy):
         low = self.tiers[LOW]  # bad bits or key_params are said here, not in the middle of a run
         size = self.window * (low.key.slot_bytes(128, 2) + low.value.slot_bytes(128, 2))
         if self.q > 0 and size + low.key.group_bytes(128, 2) / low.key.group >= self.window * 512:
-            raise ValueError(
-                f"method.window={self.window} with key_params={self.key_params} and {self.key_bits}/{self.value_bits} "
-                "bits: a quantized window takes as much as full precision; use a larger window or key_params=static"
-            )
+            raise ValueError(f"method.window={self.window} saves no bytes: use a larger window or key_params=static")
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -153,4 +153,3 @@ def fit_split(split: Split, allowance: Allowance, full: int, low: int, evicted: 
         lowered = torch.where(from_full, less_full, last.long())
         num_full = num_full - lowered
         num_low = num_low + torch.where(from_low, -less_low, lowered if split.q > 0 else 0)
-        least_full = torch.where(last, num_full, least_full)
