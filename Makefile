@@ -29,7 +29,7 @@ run: setup ## evaluate QEvict on RULER-style prompts at 20 % of the cache; other
 	@$(BIN)/python run.py method=qevict task=ruler budget=0.2 $(ARGS)
 
 test: setup ## run the default test suite (offline, CPU); one file: make test ARGS=tests/test_models.py
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: setup ## lint, format and types, as before every commit
 	@$(BIN)/ruff check .

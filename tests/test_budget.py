@@ -76,12 +76,12 @@ def check_bytes(session: KVSession, allowed: int) -> None:
     assert session.trace[0].usage.total == counted  # what is reported between events too
 
 
-@pytest.mark.parametrize("basis", ["sequence", "prompt", "total"])
-@pytest.mark.parametrize("spec", ["0.1", "0.2", "0.4", "72t"])
+@pytest.mark.parametrize(
+    ("spec", "basis"),
+    [*((spec, "sequence") for spec in ("0.1", "0.2", "0.4", "72t")), ("0.2", "prompt"), ("0.2", "total")],
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_held_bytes_stay_within_the_budget_at_every_step(name: str, spec: str, basis: str) -> None:
-    if spec.endswith("t") and basis != "sequence":
-        return
     budget, prompt_len, num_new = Budget(spec, basis=basis), 420, 34
     session = session_of(METHODS[name], budget, prompt_len, num_new)
     session.prefill([random_ids(prompt_len, 1)])
@@ -294,7 +294,7 @@ def test_clamp_shrinks_what_is_protected(name: str) -> None:
 def test_short_prompts_run_or_are_infeasible(name: str) -> None:
     loaded, ran, refused = family("llama_1"), 0, 0
     for prompt_len in range(1, 41):
-        for spec in ("0.05", "0.5", "0.8", "1.0", "18t", "32t", "34t"):
+        for spec in ("0.05", "0.8", "18t", "32t", "34t", *(["1.0"] if prompt_len < 10 else [])):
             budget = Budget(spec)
             said = refusal(name, budget, prompt_len + 1)  # the geometries agree per layer
             if said:
