@@ -26,7 +26,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -61,7 +61,7 @@ WARM_UP = 2  # steady events that are not counted
 COMPARED = ("qevict", "qevict, no working copy", "qevict_paper", "snapkv", "streaming_llm")
 
 
-def row(case: str, measure: str, values: list[float], unit: str, a_s: float = 0.0, b_s: float = 0.0) -> Row:
+def row(case: str, measure: str, values: Sequence[float], unit: str, a_s: float = 0.0, b_s: float = 0.0) -> Row:
     return case, measure, median(values), min(values), max(values), unit, len(values), a_s, b_s
 
 
@@ -99,7 +99,8 @@ def example(loaded: LoadedModel, name: str, budget: str, length: int, new: int, 
 
 def in_turns(case: str, name: str, run_a: Callable[[], Times], run_b: Callable[[], Times], pairs: int) -> list[Row]:
     """Run A and B as AB BA AB ...; the ratios A / B of the times that both have."""
-    a, b = [], []
+    a: list[Times] = []
+    b: list[Times] = []
     for turn in range(pairs):
         for seen, run in [(a, run_a), (b, run_b)][:: -1 if turn % 2 else 1]:
             seen.append(run())

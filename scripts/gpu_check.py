@@ -222,7 +222,7 @@ def check_session(device: str) -> Iterator[tuple[str, Callable[[], Outcome]]]:
 def check_codecs(device: str) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     """Codes, parameters and decoded values, byte by byte."""
     codecs: list[tuple[str, Codec]] = [
-        (f"{params} int{bits}", PerChannel(bits=bits, params=params))  # type: ignore[arg-type]
+        (f"{params} int{bits}", PerChannel(bits=bits, params=params))
         for params in ("window", "group", "static", "relative8")
         for bits in (2, 3, 4, 8)
     ]

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from qevict_bench.codecs import Codec
 
+CPU_BLOCK = 512
+
 
 class Block(NamedTuple):
     """Segments that read as one rectangle: rows and heads it spans, keys and values [R, Hb, S, D]."""
@@ -126,7 +128,12 @@ class Lane:
         """A new lane of the given units (in segment order); units of one segment share groups of `codec.group`."""
         fresh = Lane(self.codec)
         if not self.grouped:
-            fresh.slot, fresh.shared = self.codec.encode(x_EWD, tuple(r[segment_E] for r in reference))
+            codes = [
+                self.codec.encode(x_EWD[part], tuple(r[segment_E[part]] for r in reference))
+                for part in blocks_of(len(x_EWD), x_EWD.device)
+            ]
+            fresh.slot = tuple(torch.cat(parts) for parts in zip(*(code.slot for code in codes), strict=True))
+            fresh.shared = tuple(torch.cat(parts) for parts in zip(*(code.group for code in codes), strict=True))
             return fresh
         size, unit = self.codec.group, x_EWD.shape[1]
         _, inverse, per_segment = torch.unique_consecutive(segment_E, return_inverse=True, return_counts=True)
@@ -182,15 +189,11 @@ class Lane:
         self.group_of = group_of
         self.shared = tuple(torch.cat(params) for params in zip(*parts, strict=True))
 
-    def decode(
-        self, entries: Tensor | None, segment_E: Tensor, reference: tuple[Tensor, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """Values [len(entries), W, D] of the given entries (None = all); `segment_E` is theirs."""
-        group = (
-            entries if self.group_of is None else (self.group_of if entries is None else self.group_of[entries]).long()
-        )
-        slot = self.slot if entries is None else tuple(part[entries] for part in self.slot)
-        shared = self.shared if group is None else tuple(part[group] for part in self.shared)
+    def decode(self, entries_E: Tensor, segment_E: Tensor, reference: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Values [E, W, D] of the given entries; `segment_E` is theirs."""
+        group = entries_E if self.group_of is None else self.group_of[entries_E]
+        slot = tuple(part.index_select(0, entries_E) for part in self.slot)
+        shared = tuple(part.index_select(0, group) for part in self.shared)
         return self.codec.decode(slot, shared, tuple(r[segment_E] for r in reference), dtype)
 
 
@@ -199,13 +202,18 @@ def _merge(
 ) -> tuple[Tensor, ...]:
     if not len(fresh_at) and old and len(keep) == len(old[0]):
         return old
+    total = len(keep_at) + len(fresh_at)
+    source = torch.zeros(total, dtype=torch.int64, device=keep_at.device)
+    source[keep_at] = keep
     merged = []
     for i in range(max(len(old), len(fresh))):
         like = fresh[i] if fresh else old[i]
-        out = like.new_empty((len(keep_at) + len(fresh_at), *like.shape[1:]))
-        if len(keep_at):
-            out[keep_at] = old[i][keep]
-        if len(fresh_at):
-            out[fresh_at] = fresh[i]
-        merged.append(out)
+        out = old[i].index_select(0, source) if len(keep_at) else like.new_empty((total, *like.shape[1:]))
+        merged.append(out.index_copy_(0, fresh_at, fresh[i]) if len(fresh_at) else out)
     return tuple(merged)
+
+
+def blocks_of(num_units: int, device: torch.device) -> list[slice]:
+    """Slices to code units in: on a CPU a few hundred at once, so that temporaries stay in its caches."""
+    size = CPU_BLOCK if device.type == "cpu" else max(1, num_units)
+    return [slice(begin, begin + size) for begin in range(0, num_units, size)]

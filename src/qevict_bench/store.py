@@ -19,7 +19,7 @@ from torch import Tensor
 from qevict_bench.budget import Geometry
 from qevict_bench.policy import EVICTED, FULL, KVPolicy, LayerView, Placement
 from qevict_bench.rope import Rope
-from qevict_bench.slots import Lane, Slots
+from qevict_bench.slots import Lane, Slots, blocks_of
 from qevict_bench.units import NOT_CODED, Rect, UnitTable
 
 
@@ -153,19 +153,21 @@ class LayerStore:
 
     def _decode(self, low: int, rect: Rect, mask_BHU: Tensor) -> tuple[Tensor, Tensor]:
         """Post-RoPE keys and values [E, W, D] of the entries of low tier `low` (0 = first) marked by mask [B, H, U]."""
-        coded = self.per_head(rect.coded == low + 1)
         at = torch.nonzero(mask_BHU)
         segment = at[:, 0] * self.num_heads + at[:, 1]
-        entries = (
-            None if len(at) == len(self.lanes[low][1].slot[0]) else (coded.flatten().cumsum(0) - 1)[mask_BHU.flatten()]
-        )
-        (keys, values), (key_ref, value_ref) = self.lanes[low], self.reference[low]
-        v_EWD = values.decode(entries, segment, value_ref, self.dtype)
-        if not keys.codec.pre_rope:
-            return keys.decode(entries, segment, key_ref, self.dtype), v_EWD
-        k_EWD = keys.decode(entries, segment, key_ref, torch.float32)
+        entries = (self.per_head(rect.coded == low + 1).flatten().cumsum(0) - 1)[mask_BHU.flatten()]
         positions = self._unit_slots(self.per_head(rect.pos)[mask_BHU])
-        return self.rope.rotate(k_EWD, positions, self.layer_idx, max(self.table.covered)).to(self.dtype), v_EWD
+        (keys, values), (key_ref, value_ref) = self.lanes[low], self.reference[low]
+        k_EWD = self.full.k.new_empty((len(at), self.policy.unit, self.geometry.head_dim))
+        v_EWD = torch.empty_like(k_EWD)
+        for part in blocks_of(len(at), self.device):
+            v_EWD[part] = values.decode(entries[part], segment[part], value_ref, self.dtype)
+            if keys.codec.pre_rope:
+                exact = keys.decode(entries[part], segment[part], key_ref, torch.float32)
+                k_EWD[part] = self.rope.rotate(exact, positions[part], self.layer_idx, max(self.table.covered))
+            else:
+                k_EWD[part] = keys.decode(entries[part], segment[part], key_ref, self.dtype)
+        return k_EWD, v_EWD
 
     def _decoded(self) -> Slots:
         """Low-bit tiers decoded, then the full tier, in one buffer with the full tier's free room."""
@@ -179,7 +181,8 @@ class LayerStore:
             if self.lanes[low][0].slot:
                 keys, values = self._decode(low, rect, mask)
                 at = self._unit_slots((begin[..., None] + (mask.cumsum(-1) - 1) * unit)[mask]).flatten()
-                out.k[at], out.v[at] = keys.flatten(0, 1), values.flatten(0, 1)
+                out.k.index_copy_(0, at, keys.flatten(0, 1))
+                out.v.index_copy_(0, at, values.flatten(0, 1))
                 begin += mask.sum(-1) * unit
         for s, held in enumerate(full.count):
             source, target = full.start[s], out.start[s] + low_count[s]
@@ -282,11 +285,11 @@ class LayerStore:
         keys, values = self._source(rect, mask, old_first)
         at = torch.nonzero(mask)
         segment = at[:, 0] * self.num_heads + at[:, 1]
-        host = (keys.cpu(), values.cpu()) if self.policy.restore == "host" else ()
+        host = (keys.cpu().clone(), values.cpu()) if self.policy.restore == "host" else ()
         if self.lanes[low][0].codec.pre_rope:
             positions = self._unit_slots(self.per_head(rect.pos)[mask])
-            unrotated = self.rope.unrotate(keys, positions, self.layer_idx, max(self.table.covered))
-            keys = unrotated.to(self.dtype)
+            for part in blocks_of(len(at), self.device):  # in place: `keys` is a gathered copy
+                keys[part] = self.rope.unrotate(keys[part], positions[part], self.layer_idx, max(self.table.covered))
         key_ref, value_ref = self.reference[low]
         lanes = self.lanes[low]
         return (lanes[0].encode(keys, segment, key_ref), lanes[1].encode(values, segment, value_ref)), host
@@ -299,7 +302,7 @@ class LayerStore:
         stay = self.per_head((old == FULL) & (new == FULL))
         lens_N = self.per_head(lens)[stay]
         source, target = self._runs(old_first[stay], lens_N), self._runs(first[stay], lens_N)
-        keys = self.full.k[source]
+        keys = self.full.k.index_select(0, source)
         if self.policy.rope == "compact":
             shift = (source - self.full.first[stay.nonzero()[:, 0], stay.nonzero()[:, 1]].repeat_interleave(lens_N)) - (
                 target - full.first[stay.nonzero()[:, 0], stay.nonzero()[:, 1]].repeat_interleave(lens_N)
@@ -307,7 +310,8 @@ class LayerStore:
             moved = shift > 0
             length = max(self.table.covered)
             keys[moved] = self.rope.shift(keys[moved], shift[moved], self.layer_idx, length).to(self.dtype)
-        full.k[target], full.v[target] = keys, self.full.v[source]
+        full.k.index_copy_(0, target, keys)
+        full.v.index_copy_(0, target, self.full.v.index_select(0, source))
         for low in range(len(self.lanes)):
             promoted = self.per_head((old == low + 1) & (new == FULL))
             if not bool(promoted.any()):
