@@ -109,10 +109,16 @@ def usage(layer: LayerStore, row: int) -> Usage:
         host += entries * sum(x[0].numel() * x.element_size() for x in layer.host)
     for tensors in (t for pair in layer.reference for t in pair):
         counted["reference"] += sum(x[first:last].numel() * x.element_size() for x in tensors)
-    workspace = layer.index_bytes // layer.num_rows + layer.table.workspace // layer.num_rows
-    if layer.working is not None:
-        workspace += sum(layer.working.cap[first:last]) * slot
-    return Usage(counted, host=host, workspace=workspace)
+    return Usage(counted, host=host, workspace=workspace(layer, row))
+
+
+def workspace(layer: LayerStore, row: int) -> int:
+    """Bytes of derived copies kept for a row: decoded low-bit tiers, slot-to-unit maps, rectangles of the table."""
+    derived = (layer.index_bytes + layer.table.workspace) // layer.num_rows
+    if layer.working is None:
+        return derived
+    slots = sum(layer.working.cap[row * layer.num_heads : (row + 1) * layer.num_heads])
+    return derived + slots * layer.geometry.slot_bytes
 
 
 class PlacementCost:

@@ -184,7 +184,7 @@ def _generation(
         "mean": sum(used) / len(used),
         "final": used[-1],
         "prefill_peak": trace.prefill_peak_bytes,
-        "workspace": usage.workspace,
+        "workspace": trace.workspace,
         "host": usage.host,
         **usage.counted,
     }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qevict_bench.accounting import PlacementCost, usage
+from qevict_bench.accounting import PlacementCost, usage, workspace
 from qevict_bench.attention import Step, attend, attend_sliding, observe
 from qevict_bench.budget import Budget, BudgetExceeded, Geometry, Usage
 from qevict_bench.models import LoadedModel
@@ -36,6 +36,7 @@ class RowTrace:
     decode: list[tuple[int, int, int]] = field(default_factory=list)  # (bytes, FullKV bytes, allowed) per decode step
     whole_cache: float = 0.0
     usage: Usage = field(default_factory=Usage)
+    workspace: int = 0  # largest after any step
     measured_at: int = 0
     events: int = 0
     promotions: int = 0
@@ -315,8 +316,13 @@ class KVSession:
         """Bytes of one row over all layers, sliding ones apart."""
         total = sum((usage(layer, row) for layer in self.layers.values()), Usage())
         sliding = sum(x.nbytes for rows in self._sliding.values() for x in rows[row])
-        replay = sum(x[row].nbytes for queries in self._replay.values() for x in queries)
-        return total + Usage(sliding=sliding, workspace=replay)
+        return total + Usage(sliding=sliding, workspace=self._replay_bytes(row))
+
+    def _replay_bytes(self, row: int) -> int:
+        return sum(x[row].nbytes for queries in self._replay.values() for x in queries)
+
+    def _workspace(self, row: int) -> int:
+        return self._replay_bytes(row) + sum(workspace(layer, row) for layer in self.layers.values())
 
     def _note_peak(self) -> None:
         for row in self.active:
@@ -331,6 +337,7 @@ class KVSession:
                 trace.usage, trace.measured_at = self.usage(row), seen
             grown = self.geometry.full_bytes(seen - trace.measured_at)
             trace.usage, trace.measured_at = trace.usage.filled(grown), seen
+            trace.workspace = max(trace.workspace, self._workspace(row))
             used = trace.usage.payload if self.budget.everything else trace.usage.total
             allowed = self._allowed(row)
             bound = allowed if allowed is not None else 0

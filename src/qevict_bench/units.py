@@ -54,8 +54,11 @@ class UnitTable:
 
     @property
     def workspace(self) -> int:
-        """Bytes of the padded copy, if one is out."""
-        return 0 if self._rect is None or self._uniform else sum(x.nbytes for x in self._rect)
+        """Bytes of the rectangles that are out, as far as they are copies."""
+        if self._rect is None:
+            return 0
+        *maps, columns = self._rect
+        return sum(x.nbytes for x in maps) + (0 if self._uniform else columns.nbytes)
 
     @property
     def _uniform(self) -> bool:
