@@ -41,6 +41,9 @@ def main(cfg: DictConfig) -> None:
 def command_line(arguments: list[str]) -> int:
     """Run with these arguments and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for text in arguments:
+        if label := re.match(r"\+*((?:method|reference|model|protocol|profile|task)\.(?:name|_target_))=", text):
+            return _report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
     # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
     sys.argv[1:] = [re.sub(r"^(method|reference|task|model)\.", r"++\g<0>", text) for text in arguments]
     try:

@@ -72,7 +72,7 @@ class QEvict(KVPolicy):
     @property
     def tiers(self) -> tuple[Tier, ...]:
         kind, _, size = self.key_params.partition(":")
-        if kind not in KEY_PARAMS or (kind == "group") != size.isdigit():
+        if kind not in KEY_PARAMS or (kind == "group") != size.isdigit() or len(size) > 4:
             raise ValueError(f"method.key_params={self.key_params!r}: choose window, group:N, static or window8")
         key = PerChannel(bits=self.key_bits, params=KEY_PARAMS[kind], group=int(size or 1), pre_rope=True)
         name = f"int{self.key_bits}" if self.key_bits == self.value_bits else f"k{self.key_bits}v{self.value_bits}"

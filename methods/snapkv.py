@@ -12,14 +12,14 @@ https://github.com/FasterDecoding/SnapKV
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from qevict_bench.budget import Budget, Geometry
-from qevict_bench.policy import EVICTED, Allowance, Cadence, KVPolicy, LayerView, Placement
+from qevict_bench.policy import EVICTED, FITTED, Allowance, Cadence, KVPolicy, LayerView, Placement
 from qevict_bench.scoring import last_rows, pool, reduce_group
 from qevict_bench.selection import clamp_protected, keep_all, keep_best, rank
 
@@ -37,10 +37,10 @@ class SnapKV(KVPolicy):
     reselect_score: str = "accumulate"
     every: int = 8
     native_tokens: int = 2048
-    recent: int = 32  # chosen by fit: newest tokens kept, at most `window`
-    enforced: bool = True  # chosen by fit: bound decoding too
-    published: bool = False  # chosen by fit: budget=native, `native_tokens` per head
-    group: int = 1  # chosen by fit: query heads per KV head
+    recent: int = field(default=32, metadata=FITTED)  # newest tokens kept, at most `window`
+    enforced: bool = field(default=True, metadata=FITTED)  # bound decoding too
+    published: bool = field(default=False, metadata=FITTED)  # budget=native, `native_tokens` per head
+    group: int = field(default=1, metadata=FITTED)  # query heads per KV head
 
     def __post_init__(self) -> None:
         self.check(CHOICES, {"window": 1, "every": 1, "native_tokens": 1})

@@ -1,8 +1,8 @@
 """StreamingLLM: attention sinks and a window of recent tokens (Xiao et al., arXiv 2309.17453).
 
 Rule: keep the first `sink` tokens and as many of the newest as the budget pays for; everything between is evicted.
-`rope=compact` re-indexes the kept tokens 0 .. n - 1 as the authors' code does (it caches pre-RoPE keys and evicts at
-every step; here keys are rotated back at each event, every `every` decoded tokens); `absolute` keeps original
+`position=compact` re-indexes the kept tokens 0 .. n - 1 as the authors' code does (it caches pre-RoPE keys and evicts
+at every step; here keys are rotated back at each event, every `every` decoded tokens); `absolute` keeps original
 positions, as most re-implementations do. `native` runs the published sizes, `sink` and `native_recent`.
 https://github.com/mit-han-lab/streaming-llm
 """
@@ -10,13 +10,13 @@ https://github.com/mit-han-lab/streaming-llm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 
 from qevict_bench.budget import Budget, Geometry
-from qevict_bench.policy import EVICTED, Allowance, Cadence, KVPolicy, LayerView, Placement
+from qevict_bench.policy import EVICTED, FITTED, Allowance, Cadence, KVPolicy, LayerView, Placement
 from qevict_bench.selection import clamp_protected, keep_best
 
 
@@ -28,7 +28,7 @@ class StreamingLLM(KVPolicy):
     position: str = "compact"
     every: int = 8
     native_recent: int = 2000
-    bounded: bool = True  # chosen by fit: budget bytes, or the published window with budget=native
+    bounded: bool = field(default=True, metadata=FITTED)  # budget bytes, or the published window with budget=native
 
     def __post_init__(self) -> None:
         self.check({"position": ("absolute", "compact")}, {"sink": 0, "every": 1, "native_recent": 1})

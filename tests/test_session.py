@@ -432,3 +432,27 @@ def test_prompts_beyond_the_context_are_refused() -> None:
         run(loaded, FullKV(), EVERYTHING, [random_ids(60)])
     with pytest.raises(ValueError, match="first_token"):
         run(family("llama"), FullKV(), EVERYTHING, [random_ids(60)], first_token="later")
+
+
+def test_compact_positions_leave_sliding_layers_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding layers evict nothing: after re-indexing, the first (sliding) layer attends as FullKV's does."""
+    seen: list[Tensor] = []
+    attend_sliding = KVSession._attend_sliding
+
+    def watch(session: KVSession, index: int, *rest: object) -> Tensor:
+        out: Tensor = attend_sliding(session, index, *rest)  # type: ignore[arg-type]
+        if index == 0:
+            seen.append(out)
+        return out
+
+    monkeypatch.setattr(KVSession, "_attend_sliding", watch)
+    outputs = []
+    for policy, budget in ((FullKV(), EVERYTHING), (StreamingLLM(position="compact"), Budget("0.4"))):
+        seen.clear()
+        session = KVSession(family("gemma3"), policy, budget, 1, max_new=40)
+        session.prefill([random_ids(90)])
+        for token in range(20):
+            session.decode([token])
+        outputs.append(torch.cat([out[:, :, -1] for out in seen]))
+    assert session.trace[0].evictions > 0
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)

@@ -78,8 +78,10 @@ class Budget:
         if self.native:
             return
         try:
+            if len(self.spec) > 20 or "e" in self.spec.lower():  # an exponent could ask for astronomic integers
+                raise ValueError
             if self.spec.endswith("t"):
-                if int(self.spec[:-1]) < 1:
+                if not 1 <= int(self.spec[:-1]) <= 10**9:
                     raise ValueError
             elif not 0 < Fraction(self.spec) <= 1:
                 raise ValueError

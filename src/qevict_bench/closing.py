@@ -93,7 +93,8 @@ def _memory(summary: Summary) -> list[str]:
         f"while reading the prompt {_share(memory.prefill_peak)}",
         f"  at the end: payload {_mib(payload)}, metadata {_mib(metadata)}, ledger {_mib(sizes.get('ledger', 0))}, "
         f"slack {_mib(sizes.get('slack', 0))}",
-        f"  not counted: workspace (dequantized copies) {_mib(memory.workspace)}, host copies {_mib(memory.host)}",
+        f"  not counted: workspace (dequantized copies, buffered queries) {_mib(memory.workspace)}, "
+        f"host copies {_mib(memory.host)}",
     ]
 
 

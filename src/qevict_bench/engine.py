@@ -27,7 +27,8 @@ class Generation:
     over decode steps, whole_cache with sliding layers); `memory` bytes: allowed at the last step, after_prefill, peak,
     mean, final, prefill_peak, workspace, host, and the components of `Usage.counted` at the end. promotions, demotions,
     evictions are unit moves summed over layers; tier_units mean units per layer and table head at the end; needle_fate
-    shares of the answer tokens per tier over layers and KV heads before the first answer token. Times in seconds.
+    shares of the answer tokens per tier over layers and KV heads before the first answer token. Times in seconds, the
+    batch's divided by its rows.
     """
 
     new_ids: tuple[int, ...]
@@ -123,6 +124,7 @@ def _run(
             break
         tokens = session.decode(tokens).argmax(dim=-1).tolist()
     decode_s = time.perf_counter() - begin - ttft
+    ttft, decode_s = ttft / len(prompts), decode_s / len(prompts)
     return [
         _generation(session, row, tuple(new_ids[row]), texts[row], stops[row], fates[row], ttft, decode_s)
         for row in range(len(prompts))

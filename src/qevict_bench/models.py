@@ -148,7 +148,9 @@ def check_supported(config: PretrainedConfig, name: str) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     recurrent = ("mamba", "ssm_", "state_size", "block_types", "layers_block_type", "linear_attn", "linear_conv")
     reason = ""
-    if config.is_encoder_decoder:
+    if text is not config:
+        reason = "it is multimodal"
+    elif config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
     elif kinds:
         reason = f"it has layers of the kinds {', '.join(sorted(kinds))}"

@@ -23,6 +23,7 @@ from qevict_bench.codecs import Exact, Tier
 EVICTED = -1
 FULL = 0
 FULL_TIER = Tier("full", Exact(), Exact())
+FITTED = {"fitted": True}  # metadata of fields that `fit` chooses and nobody else sets
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class KVPolicy(ABC):
 
     @property
     def cadence(self) -> Cadence:
-        return Cadence()
+        """After the prompt and every 8 decoded tokens, so that a budget holds while decoding too."""
+        return Cadence(decode_every=8)
 
     @property
     def restore(self) -> str:

@@ -43,7 +43,7 @@ class Rope:
             if any(rope_type in _POSITION_DEPENDENT for rope_type in self._rope_types):
                 raise ValueError(
                     f"rope type {self._rope_types} changes with the sequence length, so keys cannot be un-rotated; "
-                    "use a method without a pre-RoPE tier (snapkv, streaming_llm rope=absolute, full_kv)"
+                    "use a method without a pre-RoPE tier (snapkv, streaming_llm method.position=absolute, full_kv)"
                 )
             positions = torch.arange(max(1024, 1 << (length - 1).bit_length()), device=device)[None]
             probe = torch.empty(1, dtype=torch.float32, device=device)

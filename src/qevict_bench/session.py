@@ -286,6 +286,7 @@ class KVSession:
         room = [self._room if row in self.active else 0 for row in range(len(self.seq_len))]
         allowed = [self._allowed(row) for row in range(len(room))]
         layers = list(self.layers.values())
+        shift = self._compact_shift()
         for layer in layers:
             layer.table.cover([seen + n for seen, n in zip(layer.seq_len, room, strict=True)])
         for group in [layers] if self.policy.scope == "model" else [[layer] for layer in layers]:
@@ -296,6 +297,19 @@ class KVSession:
                 self._carry_out(layer, placement, room)
         for row in self.active:
             self.trace[row].events += 1
+        if self.policy.rope == "compact":
+            back = [new - old for new, old in zip(self._compact_shift(), shift, strict=True)]
+            self._shift_sliding(back)
+
+    def _shift_sliding(self, back: list[int]) -> None:
+        """Positions were re-indexed: the keys of sliding layers, which evict nothing, move along."""
+        rope = next(iter(self.layers.values())).rope
+        for index, rows in self._sliding.items():
+            for row, delta in enumerate(back):
+                if delta:
+                    keys, values = rows[row]
+                    by = torch.full(keys.shape[:2], delta, device=keys.device)
+                    rows[row] = (rope.shift(keys, by, index, delta + 1).to(keys.dtype), values)
 
     def _carry_out(self, layer: LayerStore, placement: Placement, room: list[int]) -> None:
         if len(self.active) < len(room):

@@ -21,7 +21,7 @@ class Settings:
     basis: str
     enforce: str
     small_budget: str
-    protocol: str
+    protocol: Literal["query_aware"]
     first_token: Literal["compressed", "full"]
     split: Literal["test", "dev"]
     seed: int
@@ -36,6 +36,8 @@ class Settings:
         for name in ("limit", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; give an integer of at least 1")
+        if not str(self.results_dir).strip(" .") and str(self.results_dir) != ".":
+            raise ValueError("results_dir is empty; name a folder")
         self.parsed_budget()
 
     def parsed_budget(self) -> Budget:
@@ -51,6 +53,8 @@ def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     known = {field.name: field for field in fields(cls) if field.init}
     hints = get_type_hints(cls)
     for name, value in values.items():
+        if name in known and known[name].metadata.get("fitted"):
+            raise ValueError(f"{where}{name}={value} is chosen by the method from budget and enforce; leave it out")
         if name not in known:
             raise ValueError(
                 f"{where}{name}={value} is no field of {cls.__name__}; fields: {', '.join(known) or 'none'}"

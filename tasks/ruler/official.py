@@ -40,17 +40,17 @@ def examples(data_dir: str, subset: str, limit: int) -> Iterator[Example]:
     The id is the line number from 0: `index` of niah rows is a character position and can repeat.
     """
     path = find_file(data_dir, subset)
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for index, line in enumerate(lines):
             if index >= limit:
                 return
             yield _example(subset, index, line, f"{path}, line {index + 1}")
 
 
-def _example(subset: str, index: int, line: str, where: str) -> Example:
+def _example(subset: str, index: int, line: bytes, where: str) -> Example:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{where}: not a JSON object ({error}); write the file anew with RULER's prepare.py"
         ) from error
