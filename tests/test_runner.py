@@ -398,7 +398,7 @@ def test_the_report_says_what_is_needed_to_read_it(run: Callable[..., Summary]) 
         "small model: not a reproduction",
         "points are noise at this n",
         "allowed 0.200, after prefill 0.200, peak 0.200, mean 0.200",
-        "workspace (dequantized copies) 1.00MiB",
+        "workspace (dequantized copies, buffered queries) 1.00MiB",
         "3.0 routing events, 1.0 promotions, 2.0 demotions, 4.0 evictions",
         "full 50.0 %, INT2 25.0 %, evicted 25.0 %",
         "x FullKV's",

@@ -148,10 +148,10 @@ def check_supported(config: PretrainedConfig, name: str) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     recurrent = ("mamba", "ssm_", "state_size", "block_types", "layers_block_type", "linear_attn", "linear_conv")
     reason = ""
-    if text is not config:
-        reason = "it is multimodal"
-    elif config.is_encoder_decoder:
+    if config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
+    elif text is not config:
+        reason = "it is multimodal"
     elif kinds:
         reason = f"it has layers of the kinds {', '.join(sorted(kinds))}"
     elif not getattr(text, "num_attention_heads", None) or any(key.startswith(recurrent) for key in text.to_dict()):

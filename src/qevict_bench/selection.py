@@ -82,10 +82,8 @@ def clamp_protected(
     fewest = 2 * max(reserve + 1, 2)
     if budget.small_budget == "refuse" or tokens < fewest:
         need = max(fewest, 2 * (sink + recent)) if budget.small_budget == "refuse" else fewest
-        nearest = (need + 1) * token_bytes / (geometry.slot_bytes * prompt_len)
+        nearest = min(1.0, (need + 1) * token_bytes / (geometry.slot_bytes * prompt_len))
         hint = f"the nearest feasible fraction is {nearest:.3f}"
-        if nearest >= 1:
-            hint = "below 1 no fraction fits a prompt this short; use budget=1 or a longer prompt"
         raise Infeasible(
             f"budget={budget.spec} pays for {tokens} of {prompt_len} tokens per KV head; {need} are needed ({hint})"
         )

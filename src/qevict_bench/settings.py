@@ -21,7 +21,7 @@ class Settings:
     basis: str
     enforce: str
     small_budget: str
-    protocol: Literal["query_aware"]
+    protocol: str
     first_token: Literal["compressed", "full"]
     split: Literal["test", "dev"]
     seed: int
