@@ -94,8 +94,9 @@ class Budget:
 
     @property
     def everything(self) -> bool:
-        """True at fraction 1, which bounds payload only: nothing has to move."""
-        return not self.native and not self.spec.endswith("t") and Fraction(self.spec) == 1
+        """True at fraction 1, which bounds payload only: nothing has to move. Not of the prompt, which is outgrown."""
+        fraction = not self.native and not self.spec.endswith("t")
+        return fraction and self.basis != "prompt" and Fraction(self.spec) == 1
 
     def allowed_bytes(self, geometry: Geometry, prompt_len: int, seq_len: int, max_new: int) -> int | None:
         """Bytes allowed over all compressible layers of one row, or None if unbounded (native)."""
