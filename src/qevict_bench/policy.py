@@ -185,7 +185,7 @@ class KVPolicy(ABC):
 
     def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:
         """Fold the attention mass (fp32, summed per unit) of the probed rows into `view.columns`."""
-        raise NotImplementedError(f"{self.name} probes attention but defines no observe")
+        raise TypeError(f"{self.name} probes attention, so it must define observe")
 
     def check(self, choices: Mapping[str, Sequence[str]], at_least: Mapping[str, int]) -> None:
         """Raise ValueError naming field, value and remedy unless each field holds an option, or enough tokens."""
