@@ -199,7 +199,15 @@ class Bench:
 
 
 def _labelled(row: Row, example: Example, index: int) -> Row:
-    return replace(row, subset=example.subset, example_id=example.id, index=index, answers=example.answers)
+    return replace(
+        row,
+        subset=example.subset,
+        example_id=example.id,
+        index=index,
+        group=example.group,
+        data_source=example.data_source,
+        answers=example.answers,
+    )
 
 
 def _fractions(generation: Generation) -> dict[str, float]:

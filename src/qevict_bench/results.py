@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from qevict_bench.environment import Environment
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Part of every run id; raise it when the meaning or the set of a row's fields changes."""
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ class Row:
     """One example of one run; what the rows of a run share comes first. `index` counts within the subset.
 
     status: `ok`, `infeasible` (the budget admits no setting; `error` names the nearest) or `error` (`error` says why;
-    retried by the next run). Only `ok` rows carry a score. `bytes` and `fractions` are those of engine.Generation:
+    retried by the next run). `group` and `data_source` as in task.Example; `overflow_tokens`: by how much prompt and
+    answer exceed the task's context_length. Only `ok` rows carry a score. `bytes` and `fractions` are those of engine.Generation:
     bytes, and shares of FullKV's bytes at the same step. `tier_units` are mean units per tier at the end; moves are
     summed over layers; `needle_fate` are shares in [0, 1]; `ttft_s` and `decode_s` seconds.
     """
@@ -59,10 +60,13 @@ class Row:
     subset: str = ""
     example_id: str = ""
     index: int = 0
+    group: str = ""
+    data_source: str = ""
     status: str = "error"
     error: str = ""
     prompt_tokens: int = 0
     truncated_tokens: int = 0
+    overflow_tokens: int = 0
     answers: tuple[str, ...] = ()
     prediction: str = ""
     stop: str = ""

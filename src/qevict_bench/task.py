@@ -30,6 +30,11 @@ class Example:
     max_new_tokens: int
     answer_spans: tuple[tuple[int, int], ...]
     """Character spans [start, stop) of the answer values inside `context`; may be empty."""
+    group: str = ""
+    """Examples with the same group share a context (or part of it), so their scores are not independent draws and are
+    resampled together; "" = it stands alone."""
+    data_source: str = ""
+    """Where the content comes from, e.g. "synthetic", "squad", "simonjegou/ruler"."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,16 @@ class Task(ABC):
     @abstractmethod
     def subsets(self) -> tuple[str, ...]:
         """Names of the parts, in the order in which `examples` yields them."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits that `examples` can yield."""
+        return ("test", "dev")
+
+    @property
+    def nominal_length(self) -> int:
+        """Tokens that prompt + answer are meant to have at most; 0 = nothing is meant. What exceeds it is counted."""
+        return 0
 
     @abstractmethod
     def fingerprint(self) -> str:
