@@ -31,12 +31,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accounting": {"budget", "codecs", "policy", "slots", "store", "units"},
     "attention": {"kernels", "policy", "rope", "slots", "store"},
     "tiny": set(),
-    "weights": set(),
-    "models": {"budget", "tiny", "weights"},
+    "cache": set(),
+    "weights": {"cache"},
+    "models": {"budget", "cache", "tiny", "weights"},
     "task": {"metrics"},
 }
 METHODS_MAY_IMPORT = {f"qevict_bench.{name}" for name in ("policy", "scoring", "selection", "codecs", "budget")}
-TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics"}
+TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache"}
 HYDRA = {"hydra", "omegaconf"}
 OURS = ("qevict_bench", "methods", "tasks", "run", "scripts", "tests")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from small_tokenizers import byte_tokenizer, merging_tokenizer
 
 from qevict_bench.task import Example, Prompter
-from tasks.ruler import NIAH, Ruler, draws, prose
-from tasks.ruler.wording import NOISE_LINE
+from tasks.ruler import Ruler, draws, prose
+from tasks.ruler.own import OwnWording
+from tasks.ruler.structure import NIAH, SUBSETS
 
 _ROOT = Path(__file__).parents[1]
 _OFFICIAL = _ROOT.parent / "shared" / "data" / "ruler" / "llama31_4096"
@@ -69,7 +70,7 @@ def test_structure(subset: str) -> None:
         assert sorted(example.answers) == sorted(value for key, value in needles if key in asked)
         assert asked[0] in example.answer_prefix
         if haystack == "noise":
-            assert lines.count(NOISE_LINE) == len(lines) - 1
+            assert lines.count(OwnWording.noise_line) == len(lines) - 1
         elif haystack == "essay":
             assert len(lines) == 1
 
@@ -92,9 +93,9 @@ def test_answers_lie_where_the_spans_say_and_nowhere_else(subset: str) -> None:
 
 
 @pytest.mark.parametrize("prompter", [_BYTES, _MERGES], ids=["bytes_chat", "merges_plain"])
-@pytest.mark.parametrize("length", [1536, 2048, 5000, 9000])
-def test_prompt_and_answer_fill_the_length(prompter: Prompter, length: int) -> None:
-    for example in Ruler(context_length=length).examples(prompter, 2, seed=1, split="test"):
+@pytest.mark.parametrize(("length", "subsets"), [(1536, NIAH), (3000, SUBSETS), (5000, NIAH), (9000, SUBSETS)])
+def test_prompt_and_answer_fill_the_length(prompter: Prompter, length: int, subsets: Iterable[str]) -> None:
+    for example in Ruler(context_length=length, subsets=tuple(subsets)).examples(prompter, 2, seed=1, split="test"):
         total = len(prompter.encode(example).ids) + example.max_new_tokens
         assert 0.9 * length <= total <= length
 
@@ -187,14 +188,17 @@ def test_too_short_a_length_names_one_that_fits(subset: str) -> None:
     ("changed", "message"),
     [
         ({"subsets": ("niah_single_9",)}, "niah_single_9 is not valid; choose from niah_single_1, .*niah_multiquery"),
-        ({"subsets": ("vt",)}, "vt is not valid.*need source=local"),
         ({"subsets": ()}, "empty"),
         ({"subsets": "niah_single_1"}, r"\[niah_single_1\]"),
         ({"subsets": ("niah_single_1", "niah_single_1")}, "twice"),
         ({"context_length": 511}, "context_length=511.*512 to 131072"),
         ({"context_length": 131_073}, "context_length=131073.*512 to 131072"),
-        ({"source": "hub"}, "source='hub' is unknown; use one of generate, local"),
-        ({"source": "local"}, "needs data_dir.*task.data_dir"),
+        ({"source": "disk"}, "source='disk' is unknown; use one of generate, local, ruler_repo, hub"),
+        ({"source": "local"}, "data_dir is empty.*task.data_dir"),
+        ({"source": "hub"}, "hub_id is empty.*task.hub_id"),
+        ({"source": "ruler_repo"}, "ruler_dir is empty.*task.ruler_dir"),
+        ({"hub_id": "x/y"}, "hub_id='x/y' is not used with source=generate; set task.source=hub"),
+        ({"source": "hub", "hub_id": "x/y", "qa_data_dir": "q"}, "qa_data_dir='q' is not used with source=hub"),
         ({"data_dir": "x"}, "data_dir='x' is not used"),
     ],
 )
@@ -205,7 +209,7 @@ def test_mistaken_fields_are_refused(changed: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize(
     ("limit", "split", "message"),
-    [(0, "test", "limit=0"), (1, "train", "split='train' is unknown; use one of dev, test")],
+    [(0, "test", "limit=0"), (1, "train", "split='train' is not to be had from source=generate; use test or dev")],
 )
 def test_mistaken_requests_are_refused(limit: int, split: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -226,7 +230,7 @@ def test_fingerprint_follows_the_data(tmp_path: Path, monkeypatch: pytest.Monkey
     task = Ruler(subsets=("niah_single_1",))
     before = task.fingerprint()
     assert before == Ruler(subsets=("niah_single_1",)).fingerprint()
-    monkeypatch.setattr("tasks.ruler.wording.NOISE_LINE", "Something else.")
+    monkeypatch.setattr("tasks.ruler.own.OwnWording.noise_line", "Something else.")
     assert task.fingerprint() != before
     _write(tmp_path, "vt", [_row()])
     local = Ruler(subsets=("vt",), source="local", data_dir=str(tmp_path))
@@ -262,7 +266,15 @@ def test_local_rows(tmp_path: Path) -> None:
     _write(tmp_path, "niah_single_1", [_row(), _row(index=7, outputs=["41", "needle"])])
     first, second = _read(tmp_path, "niah_single_1")
     assert first == Example(
-        "niah_single_1-0000", "niah_single_1", "Task.\nA needle: 41.\n", "What?", " It is", ("41",), 128, ((16, 18),)
+        "niah_single_1-0000",
+        "niah_single_1",
+        "Task.\nA needle: 41.\n",
+        "What?",
+        " It is",
+        ("41",),
+        128,
+        ((16, 18),),
+        data_source="official",
     )
     assert (second.id, second.answer_spans) == ("niah_single_1-0001", ((8, 14), (16, 18)))
     assert list(_read(tmp_path, "niah_single_1", limit=1)) == [first]
@@ -302,7 +314,7 @@ def test_missing_file_and_dev_split_of_local_data(tmp_path: Path) -> None:
         list(_read(tmp_path, "cwe"))
     with pytest.raises(ValueError, match="no data of cwe"):
         Ruler(subsets=("cwe",), source="local", data_dir=str(tmp_path)).fingerprint()
-    with pytest.raises(ValueError, match="split='dev'.*source=generate"):
+    with pytest.raises(ValueError, match="split='dev' is not to be had from source=local; use test"):
         next(Ruler(source="local", data_dir=str(tmp_path)).examples(_BYTES, 1, 0, "dev"))
 
 

@@ -5,9 +5,11 @@ Character offsets count code points of Python strings; token positions are absol
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 # Some chat templates print today's date; a fixed one keeps prompts the same from day to day.
@@ -84,6 +86,19 @@ class Prompter:
             context_tokens += 1
             positions = [position + 1 for position in positions]
         return Prompt(tuple(ids), tuple(positions), 0, context_tokens)
+
+    def count(self, example: Example) -> int:
+        """len(encode(example).ids), without the positions that encode works out."""
+        ids: list[int] = self.tokenizer(self._render(example)[0], add_special_tokens=False, verbose=False)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        return len(ids) + (not self.chat and bos is not None and ids[:1] != [bos])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that decides how text becomes tokens."""
+        parts = [self.tokenizer.backend_tokenizer.to_str(), str(self.tokenizer.chat_template if self.chat else "")]
+        parts.append(str(self.tokenizer.bos_token_id))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def _render(self, example: Example) -> tuple[str, int, int]:
         """Return the prompt's text, the offset in it that example.context[0] has (had, if stripped), and its end."""

@@ -29,6 +29,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
+from qevict_bench.cache import cache_dir
+
 log = logging.getLogger(__name__)
 
 CONVERTER = "1"  # another value when what a conversion writes changes: older conversions are then redone
@@ -95,16 +97,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): restore the file") from error
     return fields
-
-
-def cache_dir() -> Path:
-    """$QEVICT_BENCH_CACHE, or ~/.cache/qevict_bench. ValueError if it cannot be written."""
-    folder = Path(os.environ.get("QEVICT_BENCH_CACHE") or Path.home() / ".cache" / "qevict_bench").expanduser()
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"The cache folder {folder} cannot be written: set QEVICT_BENCH_CACHE to another")
-    return folder
 
 
 def build_once(target: Path, key: Mapping[str, str], build: Callable[[Path], None], note: str) -> Path:

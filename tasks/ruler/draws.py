@@ -1,4 +1,4 @@
-"""Random keys and values of needles."""
+"""Random words, keys and values. What "dev" and "test" draw from word lists is disjoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ def keys(key_type: str, split: str, rng: Random) -> Iterator[str]:
         while True:
             yield _uuid(rng)
     adjectives, nouns = _words("adjectivelist.txt"), _words("nounlist.txt")[0 if split == "dev" else 1 :: 2]
-    for index in _distinct(len(adjectives) * len(nouns), rng):
+    for index in distinct(len(adjectives) * len(nouns), rng):
         yield f"{adjectives[index // len(nouns)]}-{nouns[index % len(nouns)]}"
+
+
+def list_words(split: str, rng: Random) -> Iterator[str]:
+    """Yield distinct nouns, adjectives and verbs, then (beyond some 4,000) distinct adjective-noun pairs."""
+    every = sorted({*_words("nounlist.txt"), *_words("adjectivelist.txt"), *_words("verblist.txt")})
+    single = every[0 if split == "dev" else 1 :: 2]
+    yield from rng.sample(single, len(single))
+    yield from keys(WORDS, split, rng)
 
 
 def values(value_type: str, rng: Random) -> Iterator[str]:
@@ -26,11 +34,11 @@ def values(value_type: str, rng: Random) -> Iterator[str]:
     if value_type != NUMBERS:
         while True:
             yield _uuid(rng)
-    for index in _distinct(9_000_000, rng):
+    for index in distinct(9_000_000, rng):
         yield str(1_000_000 + index)
 
 
-def _distinct(population: int, rng: Random) -> Iterator[int]:
+def distinct(population: int, rng: Random) -> Iterator[int]:
     """Yield every number below `population` once, in random order, drawing only what is taken."""
     moved: dict[int, int] = {}
     for last in reversed(range(population)):

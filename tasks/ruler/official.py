@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qevict_bench.task import Example
@@ -77,7 +77,8 @@ def _example(subset: str, index: int, line: bytes, where: str) -> Example:
         answer_prefix=row["answer_prefix"],
         answers=tuple(outputs),
         max_new_tokens=OFFICIAL_NEW_TOKENS[subset],
-        answer_spans=_occurrences(context, outputs) if subset in NIAH else (),
+        answer_spans=occurrences(context, outputs) if subset in NIAH else (),
+        data_source="official",
     )
 
 
@@ -91,7 +92,8 @@ def _question_start(subset: str, text: str) -> int:
     return text.rstrip().rfind("\n") + 1
 
 
-def _occurrences(context: str, answers: list[str]) -> tuple[tuple[int, int], ...]:
+def occurrences(context: str, answers: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Where the answers stand in `context`, as [start, stop) characters."""
     spans = []
     for answer in dict.fromkeys(answers):
         start = context.find(answer)

@@ -1,62 +1,65 @@
-"""The sentences of generated prompts. They are this project's own; the official wording is never retyped.
-
-A needle ends in "KEY: VALUE" and so does the answer's opening: with the key right before the value, models of 135M and
-270M parameters find words and UUIDs alike, where "the code of KEY is VALUE" lost the first character of UUIDs.
-"""
+"""What a set of sentences for prompts must provide: `own.OwnWording` and `repo.RepoWording` are two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
 
-from tasks.ruler.structure import NUMBERS, Niah
-
-NOISE_LINE = (
-    "The kettle hums. Rain taps on the glass. A cat sleeps by the stove. Nobody is in a hurry. The clock goes on."
-)
-
-
-def intro(spec: Niah) -> str:
-    """Return the task, put before the haystack."""
-    return f"Read the text below. Somewhere in it a {_noun(spec)} is given for a name; you will need it at the end.\n\n"
+from tasks.ruler.structure import OFFICIAL_NEW_TOKENS, Niah
 
 
-def needle(spec: Niah, key: str, value: str) -> tuple[str, str, int]:
-    """Return the sentence that gives `key` its `value`, the value, and the offset of the value in the sentence."""
-    head = f"The {_noun(spec)} of {key}: "
-    return f"{head}{value}.", value, len(head)
+class Frame(NamedTuple):
+    """What surrounds the haystack of a prompt: `before` haystack `after` `question` `answer_prefix`."""
+
+    before: str
+    after: str
+    """Separator between haystack and question; the context ends with it."""
+    question: str
+    answer_prefix: str
 
 
-def question(spec: Niah, keys: Sequence[str]) -> str:
-    """Return the question about `keys`, put after the haystack."""
-    noun = _noun(spec)
-    if len(keys) > 1:
-        return f"What are the {noun}s of {', '.join(keys[:-1])} and {keys[-1]}? Write them all on one line.\n"
-    if spec.values > 1:
-        return f"What are the {spec.values} different {noun}s of {keys[0]}? Write them all on one line.\n"
-    return f"What is the {noun} of {keys[0]}?\n"
+class Wording(ABC):
+    """Sentences of all subtasks. `noise_line` fills haystacks; `noise_word` stands for rank 1 in fwe."""
 
+    noise_line: str
+    noise_word = "..."
 
-def answer_prefix(spec: Niah, keys: Sequence[str]) -> str:
-    """Return the opening of the answer, which the model completes."""
-    noun = _noun(spec)
-    if len(keys) > 1:
-        return f"The {noun}s are, one after the other: the {noun} of {keys[0]}:"
-    if spec.values > 1:
-        return f"The {spec.values} different {noun}s of {keys[0]}:"
-    return f"The {noun} of {keys[0]}:"
+    @abstractmethod
+    def niah(self, spec: Niah, keys: Sequence[str]) -> Frame: ...
 
+    @abstractmethod
+    def needle(self, spec: Niah, key: str, value: str) -> tuple[str, int]:
+        """The sentence that gives `key` its `value`, and the offset of the value in it."""
 
-def max_new_tokens(spec: Niah) -> int:
-    """Return room for the answers at up to one token per character; RULER's 128 only where keys are repeated too.
+    @abstractmethod
+    def essay(self, rng: Random) -> Iterator[str]:
+        """Sentences without end."""
 
-    Generation ends at the first line break, so more would only lengthen wrong answers.
-    """
-    if spec.queries > 1:
-        return 128
-    if spec.values > 1:
-        return 64
-    return 32 if spec.value_type == NUMBERS else 64
+    @abstractmethod
+    def vt(self, value: str, count: int) -> Frame: ...
 
+    @abstractmethod
+    def assignment(self, name: str, value: str) -> str:
+        """The line that gives variable `name` a number."""
 
-def _noun(spec: Niah) -> str:
-    return "code" if spec.value_type == NUMBERS else "serial"
+    @abstractmethod
+    def copy(self, name: str, source: str) -> str:
+        """The line that gives variable `name` the value of variable `source`."""
+
+    @abstractmethod
+    def cwe(self, count: int) -> Frame: ...
+
+    @abstractmethod
+    def fwe(self) -> Frame: ...
+
+    @abstractmethod
+    def qa(self, question: str, opening: str) -> Frame:
+        """`opening` begins a sentence that the answer completes ("" = none); official wording has no use for it."""
+
+    @abstractmethod
+    def document(self, number: int, text: str) -> str: ...
+
+    def new_tokens(self, subset: str) -> int:
+        return OFFICIAL_NEW_TOKENS[subset]
