@@ -406,7 +406,7 @@ def entry(store: LayerStore, window: int, head: int) -> tuple[Tensor, ...]:
     coded = [p for p, c in zip(rect.pos[0, 0].tolist(), rect.coded[0, 0].tolist(), strict=True) if c == LOW]
     at = head * len(coded) + coded.index(window)
     parts: list[Tensor] = []
-    for lane in store.lanes[0]:
+    for lane in (store.keys.lanes[0], store.values.lanes[0]):
         parts += [part[at].clone() for part in lane.slot]
         group = at if lane.group_of is None else int(lane.group_of[at])
         parts += [part[group].clone() for part in lane.shared]

@@ -298,7 +298,7 @@ def test_codes_stay_the_same_for_as_long_as_a_unit_lives() -> None:
         for index, layer in session.layers.items():
             rect = layer.table.rect()
             at = torch.nonzero(rect.coded[0] >= 0).tolist()
-            packed = layer.lanes[0][0].slot[0] if at else torch.zeros(0)
+            packed = layer.keys.lanes[0].slot[0] if at else torch.zeros(0)
             assert len(packed) == len(at)
             for entry, (head, unit) in enumerate(at):
                 key = index, head, int(rect.pos[0, head, unit])

@@ -12,32 +12,40 @@ import torch
 from torch import Tensor
 
 from qevict_bench.budget import Usage
+from qevict_bench.codecs import Codec
 from qevict_bench.policy import EVICTED, FULL, Placement
-from qevict_bench.slots import Lane
-from qevict_bench.store import LayerStore
+from qevict_bench.slots import Side
+from qevict_bench.store import LayerStore, next_coded
 from qevict_bench.units import Rect
 
+POINTER = 4  # bytes of an entry's pointer to its parameter group, where groups may have gaps
 
-def _slot_bytes(layer: LayerStore, tier: int) -> int:
-    dim, itemsize = layer.geometry.head_dim, layer.geometry.itemsize
-    return sum(c.slot_bytes(dim, itemsize) for c in (layer.policy.tiers[tier].key, layer.policy.tiers[tier].value))
+
+def _slot_bytes(layer: LayerStore, codec: Codec) -> int:
+    return codec.slot_bytes(layer.geometry.head_dim, layer.geometry.itemsize)
+
+
+def _group_bytes(layer: LayerStore, codec: Codec) -> int:
+    return codec.group_bytes(layer.geometry.head_dim, layer.geometry.itemsize)
 
 
 def unit_bytes(layer: LayerStore) -> tuple[float, ...]:
     """Bytes of one complete unit newly placed in one table entry, per tier, metadata included."""
-    dim, itemsize, sizes = layer.geometry.head_dim, layer.geometry.itemsize, []
-    for tier, spec in enumerate(layer.policy.tiers):
-        params = sum(c.group_bytes(dim, itemsize) / c.group + 4 * (c.group > 1) for c in (spec.key, spec.value))
-        sizes.append(
-            layer.shared_heads * (layer.policy.unit * _slot_bytes(layer, tier) + params) + layer.table.unit_bytes
+    sizes = []
+    for tier in layer.tiers:
+        slots = sum(layer.policy.unit * _slot_bytes(layer, codec) for codec in (tier.key, tier.value))
+        params = sum(
+            _group_bytes(layer, codec) / codec.group + POINTER * (codec.group > 1 and not codec.whole)
+            for codec in (tier.key, tier.value)
         )
+        sizes.append(layer.shared_heads * (slots + params) + layer.table.unit_bytes)
     return tuple(sizes)
 
 
 def fixed_bytes(layer: LayerStore, room: int) -> int:
     """Bytes of a row that no placement avoids: room until the next event, and references."""
     dim, itemsize = layer.geometry.head_dim, layer.geometry.itemsize
-    references = sum(c.reference_bytes(dim, itemsize) for tier in layer.policy.tiers for c in (tier.key, tier.value))
+    references = sum(lane.codec.reference_bytes(dim, itemsize) for side in layer.sides for lane in side.lanes)
     return layer.num_heads * (room * layer.geometry.slot_bytes + references)
 
 
@@ -48,30 +56,32 @@ def bytes_of(layer: LayerStore, tier_BHU: Tensor) -> Tensor:
     kept = live & (tier_BHU != EVICTED)
     full_slots = (layer.unit_lens(rect) * (kept & (tier_BHU == FULL))).sum((1, 2))
     total = full_slots * heads * layer.geometry.slot_bytes + kept.sum((1, 2)) * layer.table.unit_bytes
-    dim, itemsize = layer.geometry.head_dim, layer.geometry.itemsize
-    for low, lanes in enumerate(layer.lanes):
-        old = kept & (rect.coded == low + 1) & ((tier_BHU == FULL) | (tier_BHU == low + 1))
-        fresh = kept & (rect.coded != low + 1) & (tier_BHU == low + 1)
-        entries = (old | fresh).sum((1, 2))
-        total = total + entries * heads * layer.policy.unit * _slot_bytes(layer, low + 1)
-        for lane in lanes:
-            groups = entries * heads
+    coded = next_coded(rect, torch.where(live, tier_BHU, EVICTED))
+    for side in layer.sides:
+        for number, lane in enumerate(side.lanes):
+            have = side.lane_map(coded) == number
+            old = have & (side.lane_map(rect.coded) == number)
+            if layer.policy.recompresses:
+                old = old & (tier_BHU == FULL)
+            entries = have.sum((1, 2)) * heads
+            total = total + entries * layer.policy.unit * _slot_bytes(layer, lane.codec)
+            groups = entries // lane.span
             if lane.grouped:
-                groups = _old_groups(layer, lane, low, rect, old) + heads * (
-                    (fresh.sum(-1) + lane.codec.group - 1) // lane.codec.group
-                ).sum(-1)
-                total = total + entries * heads * 4
-            total = total + groups * lane.codec.group_bytes(dim, itemsize)
+                fresh = (have & ~old).sum(-1)
+                groups = _old_groups(layer, side, number, rect, old)
+                groups = groups + heads * ((fresh + lane.codec.group - 1) // lane.codec.group).sum(-1)
+                total = total + entries * POINTER
+            total = total + groups * _group_bytes(layer, lane.codec)
     return total
 
 
-def _old_groups(layer: LayerStore, lane: Lane, low: int, rect: Rect, kept_BHU: Tensor) -> Tensor:
-    """Existing parameter groups that still have a member among `kept`, per row."""
-    count = torch.zeros(layer.num_rows, dtype=torch.int64, device=layer.device)
+def _old_groups(layer: LayerStore, side: Side, number: int, rect: Rect, kept_BHU: Tensor) -> Tensor:
+    """Existing parameter groups of a lane that still have a member among `kept`, per row."""
+    lane, count = side.lanes[number], torch.zeros(layer.num_rows, dtype=torch.int64, device=layer.device)
     if lane.group_of is None:
         return count
-    held = layer.per_head(kept_BHU)[layer.per_head(rect.coded == low + 1)]  # per entry
-    row = torch.nonzero(layer.per_head(rect.coded == low + 1))[:, 0]
+    had = layer.per_head(side.lane_map(rect.coded) == number)
+    held, row = layer.per_head(kept_BHU)[had], torch.nonzero(had)[:, 0]  # per entry
     owner = torch.full((len(lane.shared[0]),), -1, dtype=torch.int64, device=layer.device)
     owner[lane.group_of[held].long()] = row[held]
     return count.index_add_(0, owner[owner >= 0], torch.ones_like(owner[owner >= 0]))
@@ -85,30 +95,33 @@ def usage(layer: LayerStore, row: int) -> Usage:
     counted = {"payload.full": held * slot, "slack": (room - held) * slot}
     counted["table"] = layer.table.units_of(row) * layer.table.unit_bytes
     counted["ledger"] = counted["params"] = counted["reference"] = 0
-    host = 0
     rect = layer.table.rect()
-    for low, lanes in enumerate(layer.lanes):
-        name = f"payload.{layer.policy.tiers[low + 1].name}"
-        counted[name] = 0
+    for low, tier in enumerate(layer.tiers[1:]):
         coded = rect.coded[row] == low + 1
         entries = int(coded.sum()) * layer.shared_heads
         idle = int((coded & (rect.tier[row] == FULL)).sum()) * layer.shared_heads
-        if not entries:
-            continue
-        before = int((rect.coded[:row] == low + 1).sum()) * layer.shared_heads
-        for lane in lanes:
-            codes, *per_slot = (x[0].numel() * x.element_size() for x in lane.slot)
-            counted[name] += codes * (entries - idle)
-            counted["ledger"] += codes * idle
-            counted["params"] += sum(per_slot) * entries
-            groups = entries
+        lanes = [side.lanes[side.lane_of[low]] for side in layer.sides] if entries else []
+        sizes = [[x[0].numel() * x.element_size() for x in lane.slot] for lane in lanes]
+        codes = sum(size[0] for size in sizes)
+        counted[f"payload.{tier.name}"] = codes * (entries - idle)
+        counted["ledger"] += codes * idle
+        counted["params"] += sum(sum(size[1:]) for size in sizes) * entries
+    for side in layer.sides:
+        for number, lane in enumerate(side.lanes):
+            held_by = side.lane_map(rect.coded) == number
+            entries = int(held_by[row].sum()) * layer.shared_heads
+            if not entries:
+                continue
+            groups = entries // lane.span
             if lane.group_of is not None:
+                before = int(held_by[:row].sum()) * layer.shared_heads
                 groups = len(torch.unique(lane.group_of[before : before + entries]))
-                counted["params"] += 4 * entries
+                counted["params"] += POINTER * entries
             counted["params"] += groups * sum(x[0].numel() * x.element_size() for x in lane.shared)
-        host += entries * sum(x[0].numel() * x.element_size() for x in layer.host)
-    for tensors in (t for pair in layer.reference for t in pair):
-        counted["reference"] += sum(x[first:last].numel() * x.element_size() for x in tensors)
+        for tensors in side.reference:
+            counted["reference"] += sum(x[first:last].numel() * x.element_size() for x in tensors)
+    coded_units = int((rect.coded[row] > FULL).sum()) * layer.shared_heads
+    host = coded_units * sum(x[0].numel() * x.element_size() for x in layer.host)
     return Usage(counted, host=host, workspace=workspace(layer, row))
 
 

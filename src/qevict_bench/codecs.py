@@ -57,6 +57,10 @@ class Codec(Protocol):
         """Units per parameter group; without meaning unless `shared`."""
 
     @property
+    def whole(self) -> bool:
+        """Whether groups of `group` units are only ever stored complete, so that units need no pointer to theirs."""
+
+    @property
     def shared(self) -> bool:
         """Whether the slots of a group share parameters, i.e. whether `Encoded.group` is not empty."""
 
@@ -97,6 +101,7 @@ class Exact:
     bits = 16
     pre_rope = False
     group = 1
+    whole = False
     shared = False
 
     def reference(self, x_HSD: Tensor) -> tuple[Tensor, ...]:
@@ -139,6 +144,7 @@ class PerChannel:
     params: KeyParams = "window"
     group: int = 1
     pre_rope: bool = True
+    whole: bool = False
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
@@ -211,6 +217,7 @@ class PerToken:
     pre_rope: bool = False
 
     group = 1
+    whole = False
     shared = False
 
     def __post_init__(self) -> None:

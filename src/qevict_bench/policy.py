@@ -124,6 +124,15 @@ class KVPolicy(ABC):
         """Tier 0 is full precision."""
         return (FULL_TIER,)
 
+    def layer_tiers(self, layer_idx: int) -> tuple[Tier, ...]:
+        """`tiers` of one layer, for codecs with parameters of their own per layer (calibrated codebooks)."""
+        return self.tiers
+
+    @property
+    def recompresses(self) -> bool:
+        """Whether units that stay in a low-bit tier are decoded and encoded again at every event (ZipCache)."""
+        return False
+
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the fp32 ledger columns kept per unit."""

@@ -107,8 +107,8 @@ class Slots:
 class Lane:
     """Packed keys or packed values of one tier: E entries in (row, head, position) order and their shared parameters.
 
-    `slot` tensors [E, W, ...]; `shared` parameter tensors [groups, ...]; `group_of` int32 [E] when groups span several
-    units, else None (entry i owns group i).
+    `slot` tensors [E, W, ...]; `shared` parameter tensors [groups, ...]. Entry i owns group i; where groups span units,
+    `group_of` (int32 [E]) says which, unless the codec has whole groups only: then it is i // group.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -119,7 +119,13 @@ class Lane:
 
     @property
     def grouped(self) -> bool:
-        return self.codec.group > 1
+        """Whether entries point to their groups."""
+        return self.codec.group > 1 and not self.codec.whole
+
+    @property
+    def span(self) -> int:
+        """Entries per group where groups are whole."""
+        return self.codec.group if self.codec.whole else 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.slot, *self.shared, *(() if self.group_of is None else (self.group_of,)))
@@ -128,11 +134,16 @@ class Lane:
         """A new lane of the given units (in segment order); units of one segment share groups of `codec.group`."""
         fresh = Lane(self.codec)
         if not self.grouped:
+            unit, segment_N = x_EWD.shape[1], segment_E[:: self.span]
+            if len(x_EWD) % self.span or bool((segment_E.view(-1, self.span) != segment_N[:, None]).any()):
+                raise ValueError(f"units are quantized {self.span} at a time: move whole groups only")
+            x_NTD = x_EWD.reshape(len(segment_N), self.span * unit, x_EWD.shape[2])
             codes = [
-                self.codec.encode(x_EWD[part], tuple(r[segment_E[part]] for r in reference))
-                for part in blocks_of(len(x_EWD), x_EWD.device)
+                self.codec.encode(x_NTD[part], tuple(r[segment_N[part]] for r in reference))
+                for part in blocks_of(len(x_NTD), x_NTD.device)
             ]
-            fresh.slot = tuple(torch.cat(parts) for parts in zip(*(code.slot for code in codes), strict=True))
+            whole = (torch.cat(parts) for parts in zip(*(code.slot for code in codes), strict=True))
+            fresh.slot = tuple(part.reshape(len(x_EWD), unit, *part.shape[2:]) for part in whole)
             fresh.shared = tuple(torch.cat(parts) for parts in zip(*(code.group for code in codes), strict=True))
             return fresh
         size, unit = self.codec.group, x_EWD.shape[1]
@@ -151,8 +162,8 @@ class Lane:
             )
             if not slot:
                 slot = [part.new_empty((len(segment_E), unit, *part.shape[2:])) for part in code.slot]
-            for whole, part in zip(slot, code.slot, strict=True):
-                whole[at] = part.reshape(len(at), unit, *part.shape[2:])
+            for place, part in zip(slot, code.slot, strict=True):
+                place[at] = part.reshape(len(at), unit, *part.shape[2:])
             shared.append(code.group)
             groups = len(at) // count
             ids = torch.arange(num_groups, num_groups + groups, device=at.device, dtype=torch.int32)
@@ -173,6 +184,7 @@ class Lane:
             return
         self.slot = _merge(self.slot, fresh.slot if fresh else (), keep, keep_at, fresh_at)
         if not self.grouped:
+            keep, keep_at, fresh_at = (self._group_index(entries) for entries in (keep, keep_at, fresh_at))
             self.shared = _merge(self.shared, fresh.shared if fresh else (), keep, keep_at, fresh_at)
             return
         device = keep_at.device
@@ -189,12 +201,46 @@ class Lane:
         self.group_of = group_of
         self.shared = tuple(torch.cat(params) for params in zip(*parts, strict=True))
 
+    def _group_index(self, entries_E: Tensor) -> Tensor:
+        """Groups of entries that make up whole groups."""
+        if self.span == 1:
+            return entries_E
+        whole = entries_E.view(-1, self.span) if len(entries_E) % self.span == 0 else entries_E[:0, None]
+        first = whole[:, 0]
+        steps = torch.arange(self.span, device=first.device)
+        if len(whole) * self.span != len(entries_E) or bool(
+            (whole != first[:, None] + steps).any() | (first % self.span).any()
+        ):
+            raise ValueError(f"units are quantized {self.span} at a time: move and evict whole groups only")
+        return first // self.span
+
     def decode(self, entries_E: Tensor, segment_E: Tensor, reference: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Values [E, W, D] of the given entries; `segment_E` is theirs."""
-        group = entries_E if self.group_of is None else self.group_of[entries_E]
+        group = entries_E // self.span if self.group_of is None else self.group_of[entries_E]
         slot = tuple(part.index_select(0, entries_E) for part in self.slot)
         shared = tuple(part.index_select(0, group) for part in self.shared)
         return self.codec.decode(slot, shared, tuple(r[segment_E] for r in reference), dtype)
+
+
+class Side:
+    """Keys, or values, of all low-bit tiers of a layer. Tiers whose codecs are equal share a lane: a unit that moves
+    between them keeps its codes on that side.
+    """
+
+    def __init__(self, codecs: Sequence[Codec], device: torch.device) -> None:
+        self.lanes: list[Lane] = []
+        self.lane_of: list[int] = []  # per low-bit tier
+        for codec in codecs:
+            known = [i for i, lane in enumerate(self.lanes) if lane.codec == codec]
+            if not known:
+                self.lanes.append(Lane(codec))
+            self.lane_of.append(known[0] if known else len(self.lanes) - 1)
+        self.reference: list[tuple[Tensor, ...]] = []  # per lane, each [B * H, ...]
+        self._lanes_by_tier = torch.tensor([-1, -1, *self.lane_of], device=device)  # NOT_CODED, FULL, low-bit tiers
+
+    def lane_map(self, coded: Tensor) -> Tensor:
+        """Lane that holds each unit's codes, -1 for none; `coded` as in UnitTable."""
+        return self._lanes_by_tier[coded + 1]
 
 
 def _merge(

@@ -19,7 +19,7 @@ from torch import Tensor
 from qevict_bench.budget import Geometry
 from qevict_bench.policy import EVICTED, FULL, KVPolicy, LayerView, Placement
 from qevict_bench.rope import Rope
-from qevict_bench.slots import Lane, Slots, blocks_of
+from qevict_bench.slots import Lane, Side, Slots, blocks_of
 from qevict_bench.units import NOT_CODED, Rect, UnitTable
 
 
@@ -29,6 +29,23 @@ class Moves(NamedTuple):
     promotions: Tensor
     demotions: Tensor
     evictions: Tensor
+
+
+class Change(NamedTuple):
+    """What one `apply` does to a lane: entries `keep` move to `keep_at`, `fresh` ones come in at `fresh_at`."""
+
+    lane: Lane
+    fresh: Lane | None
+    keep: Tensor
+    keep_at: Tensor
+    fresh_at: Tensor
+    exact: tuple[Tensor, ...]
+    """Exact keys and values of the fresh units, in host memory, with promotion from there."""
+
+
+def next_coded(rect: Rect, tier_BHU: Tensor) -> Tensor:
+    """Low-bit tier that holds each unit's codes once the units are in `tier_BHU`: a promoted unit keeps them."""
+    return torch.where(tier_BHU > FULL, tier_BHU, torch.where(tier_BHU == EVICTED, NOT_CODED, rect.coded))
 
 
 class LayerStore:
@@ -58,16 +75,17 @@ class LayerStore:
         none = [0] * (num_rows * self.num_heads)
         self.full = Slots(none, none, self.num_heads, like.new_empty((0, geometry.head_dim)))
         self.working: Slots | None = None
-        self.lanes = [(Lane(tier.key), Lane(tier.value)) for tier in policy.tiers[1:]]
-        self.reference: list[tuple[tuple[Tensor, ...], ...]] = []  # per low tier (keys, values), each [B * H, ...]
+        self.tiers = policy.layer_tiers(layer_idx)
+        self.keys = Side([tier.key for tier in self.tiers[1:]], like.device)
+        self.values = Side([tier.value for tier in self.tiers[1:]], like.device)
         self.host: tuple[Tensor, ...] = ()  # exact keys and values of low-bit entries, in host memory
         self.seq_len, self.prompt_len, self.event_len = [0] * num_rows, [0] * num_rows, [0] * num_rows
         self.dense = True  # nothing was moved yet: slots and positions agree
         self._index: dict[int, Tensor] = {}
         self.rng, self._w_o = rng, w_o
-        if policy.rope == "compact" and len(policy.tiers) > 1:
+        if policy.rope == "compact" and len(self.tiers) > 1:
             raise ValueError(f"{policy.name}: rope=compact needs a method without low-bit tiers")
-        if policy.restore == "host" and len(policy.tiers) > 2:
+        if policy.restore == "host" and len(self.tiers) > 2:
             raise ValueError(f"{policy.name}: promotion=host needs exactly one low-bit tier")
 
     # ---- tokens in, tokens out ----
@@ -96,7 +114,7 @@ class LayerStore:
         """Everything attended to: the full tier alone, or a copy with the low-bit tiers decoded in front of it."""
         if self.working is not None:
             return self.working
-        if not any(keys.slot for keys, _ in self.lanes) or not bool((self.table.tier > FULL).any()):
+        if not any(lane.slot for lane in self.keys.lanes) or not bool((self.table.tier > FULL).any()):
             return self.full
         working = self._decoded()
         if keep_working_copy:
@@ -128,6 +146,10 @@ class LayerStore:
 
     # ---- layout helpers ----
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.keys, self.values
+
     def per_head(self, x_BHU: Tensor) -> Tensor:
         """Unit-level tensor expanded to all KV heads."""
         return x_BHU.expand(self.num_rows, self.num_heads, x_BHU.shape[-1])
@@ -151,23 +173,27 @@ class LayerStore:
     def _unit_slots(self, first_E: Tensor) -> Tensor:
         return first_E[:, None] + torch.arange(self.policy.unit, device=self.device)
 
-    def _decode(self, low: int, rect: Rect, mask_BHU: Tensor) -> tuple[Tensor, Tensor]:
-        """Post-RoPE keys and values [E, W, D] of the entries of low tier `low` (0 = first) marked by mask [B, H, U]."""
+    def _entries(self, side: Side, lane: int, rect: Rect, mask_BHU: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries of a lane that hold the units marked by mask [B, H, U], and their segments."""
+        held = self.per_head(side.lane_map(rect.coded) == lane)
         at = torch.nonzero(mask_BHU)
-        segment = at[:, 0] * self.num_heads + at[:, 1]
-        entries = (self.per_head(rect.coded == low + 1).flatten().cumsum(0) - 1)[mask_BHU.flatten()]
-        positions = self._unit_slots(self.per_head(rect.pos)[mask_BHU])
-        (keys, values), (key_ref, value_ref) = self.lanes[low], self.reference[low]
-        k_EWD = self.full.k.new_empty((len(at), self.policy.unit, self.geometry.head_dim))
-        v_EWD = torch.empty_like(k_EWD)
-        for part in blocks_of(len(at), self.device):
-            v_EWD[part] = values.decode(entries[part], segment[part], value_ref, self.dtype)
-            if keys.codec.pre_rope:
-                exact = keys.decode(entries[part], segment[part], key_ref, torch.float32)
-                k_EWD[part] = self.rope.rotate(exact, positions[part], self.layer_idx, max(self.table.covered))
+        return (held.flatten().cumsum(0) - 1)[mask_BHU.flatten()], at[:, 0] * self.num_heads + at[:, 1]
+
+    def _decode(self, side: Side, low: int, rect: Rect, mask_BHU: Tensor) -> Tensor:
+        """Post-RoPE keys, or values, [E, W, D] of units in low tier `low` (0 = first) marked by mask [B, H, U]."""
+        number = side.lane_of[low]
+        lane, reference = side.lanes[number], side.reference[number]
+        entries, segment = self._entries(side, number, rect, mask_BHU)
+        out = self.full.k.new_empty((len(entries), self.policy.unit, self.geometry.head_dim))
+        rotated = lane.codec.pre_rope and side is self.keys
+        positions = self._unit_slots(self.per_head(rect.pos)[mask_BHU]) if rotated else None
+        for part in blocks_of(len(entries), self.device):
+            if positions is None:
+                out[part] = lane.decode(entries[part], segment[part], reference, self.dtype)
             else:
-                k_EWD[part] = keys.decode(entries[part], segment[part], key_ref, self.dtype)
-        return k_EWD, v_EWD
+                exact = lane.decode(entries[part], segment[part], reference, torch.float32)
+                out[part] = self.rope.rotate(exact, positions[part], self.layer_idx, max(self.table.covered))
+        return out
 
     def _decoded(self) -> Slots:
         """Low-bit tiers decoded, then the full tier, in one buffer with the full tier's free room."""
@@ -176,13 +202,12 @@ class LayerStore:
         room = [cap - count for cap, count in zip(full.cap, full.count, strict=True)]
         out = Slots([n + count for n, count in zip(low_count, full.count, strict=True)], room, self.num_heads, full.k)
         begin = out.first.clone()
-        for low in range(len(self.lanes)):
+        for low in range(len(self.tiers) - 1):
             mask = self.per_head(rect.tier == low + 1)
-            if self.lanes[low][0].slot:
-                keys, values = self._decode(low, rect, mask)
+            if bool(mask.any()):
                 at = self._unit_slots((begin[..., None] + (mask.cumsum(-1) - 1) * unit)[mask]).flatten()
-                out.k.index_copy_(0, at, keys.flatten(0, 1))
-                out.v.index_copy_(0, at, values.flatten(0, 1))
+                out.k.index_copy_(0, at, self._decode(self.keys, low, rect, mask).flatten(0, 1))
+                out.v.index_copy_(0, at, self._decode(self.values, low, rect, mask).flatten(0, 1))
                 begin += mask.sum(-1) * unit
         for s, held in enumerate(full.count):
             source, target = full.start[s], out.start[s] + low_count[s]
@@ -198,9 +223,7 @@ class LayerStore:
             tier, units = rect.tier[row], torch.arange(rect.pos.shape[-1], device=self.device)
             heads = []
             for head in range(len(tier)):
-                low = [
-                    units[tier[head] == t].repeat_interleave(self.policy.unit) for t in range(1, len(self.lanes) + 1)
-                ]
+                low = [units[tier[head] == t].repeat_interleave(self.policy.unit) for t in range(1, len(self.tiers))]
                 full = (tier[head] == FULL) & (rect.pos[row, head] >= 0)
                 heads.append(torch.cat((*low, units[full].repeat_interleave(lens[head][full]))))
             width = max(map(len, heads))
@@ -221,8 +244,8 @@ class LayerStore:
 
     def stored_tensors(self) -> list[Tensor]:
         """Every tensor the budget counts, for walking their storages."""
-        lanes = [x for pair in self.lanes for lane in pair for x in lane.tensors()]
-        references = [x for pair in self.reference for tensors in pair for x in tensors]
+        lanes = [x for side in self.sides for lane in side.lanes for x in lane.tensors()]
+        references = [x for side in self.sides for tensors in side.reference for x in tensors]
         return [self.full.k, self.full.v, *self.table.tensors(), *lanes, *references]
 
     # ---- the one operation that moves slots ----
@@ -253,46 +276,59 @@ class LayerStore:
             raise ValueError(f"{self.policy.name} sent an incomplete unit to a low-bit tier; keep it full or evict it")
         self.working = None
         self.dense = False
-        if self.lanes and not self.reference:
+        if len(self.tiers) > 1 and not self.keys.reference:
             self._build_reference()
         old_first = self._first_slots(old == FULL, lens, self.full)
-        demoted = [(new == low + 1) & (rect.coded != low + 1) for low in range(len(self.lanes))]
-        fresh = [
-            self._encode(low, rect, mask, old_first) if bool(mask.any()) else None for low, mask in enumerate(demoted)
+        coded = next_coded(rect, new)
+        changes = [
+            self._change(side, number, rect, coded, new, old_first)
+            for side in self.sides
+            for number in range(len(side.lanes))
         ]
         full = self._rebuild_full(rect, new, lens, old_first, per_segment)
-        coded = rect.coded
-        for low, mask in enumerate(demoted):
-            coded = torch.where(mask, low + 1, coded)
-        coded = torch.where(new == EVICTED, NOT_CODED, coded)
-        for low in range(len(self.lanes)):
-            self._merge(low, rect, coded, demoted[low], fresh[low])
+        for change in changes:
+            change.lane.merge(change.fresh, change.keep, change.keep_at, change.fresh_at)
+        if self.policy.restore == "host":
+            self._merge_host(changes[0])
         self.full = full
         self.table.update(new, coded)
         return moves
 
-    def _source(self, rect: Rect, mask_BHU: Tensor, old_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Post-RoPE keys and values [E, W, D] of full units marked by mask [B, H, U]."""
-        at = self._unit_slots(old_first[mask_BHU])
-        return self.full.k[at], self.full.v[at]
+    def _change(self, side: Side, number: int, rect: Rect, coded: Tensor, new: Tensor, old_first: Tensor) -> Change:
+        """What becomes of one lane: entries whose codes stay (in use or in the ledger), and newly encoded units."""
+        lane = side.lanes[number]
+        had, have = (side.lane_map(x) == number for x in (rect.coded, coded))
+        fresh = have & ~had | have & (new > FULL) if self.policy.recompresses else have & ~had
+        kept, fresh, have, had = (self.per_head(x) for x in (had & have & ~fresh, fresh, have, had))
+        place = have.flatten().cumsum(0) - 1
+        keep = (had.flatten().cumsum(0) - 1)[kept.flatten()]
+        made: Lane | None = None
+        exact: tuple[Tensor, ...] = ()
+        if bool(fresh.any()):
+            x_EWD = self._source(side, rect, fresh, old_first)
+            if self.policy.restore == "host":
+                exact = (x_EWD.cpu().clone(), self._source(self.values, rect, fresh, old_first).cpu())
+            at = torch.nonzero(fresh)
+            if lane.codec.pre_rope and side is self.keys:
+                positions = self._unit_slots(self.per_head(rect.pos)[fresh])
+                for part in blocks_of(len(at), self.device):  # in place: it is a gathered copy
+                    length = max(self.table.covered)
+                    x_EWD[part] = self.rope.unrotate(x_EWD[part], positions[part], self.layer_idx, length)
+            made = lane.encode(x_EWD, at[:, 0] * self.num_heads + at[:, 1], side.reference[number])
+        return Change(lane, made, keep, place[kept.flatten()], place[fresh.flatten()], exact)
 
-    def _encode(
-        self, low: int, rect: Rect, mask: Tensor, old_first: Tensor
-    ) -> tuple[tuple[Lane, Lane], tuple[Tensor, ...]]:
-        mask = self.per_head(mask)
-        if bool((self.per_head(rect.tier)[mask] != FULL).any()):
-            raise ValueError(f"{self.policy.name} moves units between low-bit tiers; go through full precision")
-        keys, values = self._source(rect, mask, old_first)
-        at = torch.nonzero(mask)
-        segment = at[:, 0] * self.num_heads + at[:, 1]
-        host = (keys.cpu().clone(), values.cpu()) if self.policy.restore == "host" else ()
-        if self.lanes[low][0].codec.pre_rope:
-            positions = self._unit_slots(self.per_head(rect.pos)[mask])
-            for part in blocks_of(len(at), self.device):  # in place: `keys` is a gathered copy
-                keys[part] = self.rope.unrotate(keys[part], positions[part], self.layer_idx, max(self.table.covered))
-        key_ref, value_ref = self.reference[low]
-        lanes = self.lanes[low]
-        return (lanes[0].encode(keys, segment, key_ref), lanes[1].encode(values, segment, value_ref)), host
+    def _source(self, side: Side, rect: Rect, mask_BHU: Tensor, old_first: Tensor) -> Tensor:
+        """Post-RoPE keys, or values, [E, W, D] of the marked units, from whichever tier they are in."""
+        flat = self.full.k if side is self.keys else self.full.v
+        tier = self.per_head(rect.tier)[mask_BHU]
+        if bool((tier == FULL).all()):
+            return flat[self._unit_slots(old_first[mask_BHU])]
+        out = flat.new_empty((len(tier), self.policy.unit, flat.shape[-1]))
+        out[tier == FULL] = flat[self._unit_slots(old_first[mask_BHU & (self.per_head(rect.tier) == FULL)])]
+        for low in range(len(self.tiers) - 1):
+            if bool((tier == low + 1).any()):
+                out[tier == low + 1] = self._decode(side, low, rect, mask_BHU & (self.per_head(rect.tier) == low + 1))
+        return out
 
     def _rebuild_full(self, rect: Rect, new: Tensor, lens: Tensor, old_first: Tensor, room: list[int]) -> Slots:
         old = rect.tier
@@ -312,7 +348,7 @@ class LayerStore:
             keys[moved] = self.rope.shift(keys[moved], shift[moved], self.layer_idx, length).to(self.dtype)
         full.k.index_copy_(0, target, keys)
         full.v.index_copy_(0, target, self.full.v.index_select(0, source))
-        for low in range(len(self.lanes)):
+        for low in range(len(self.tiers) - 1):
             promoted = self.per_head((old == low + 1) & (new == FULL))
             if not bool(promoted.any()):
                 continue
@@ -320,54 +356,34 @@ class LayerStore:
             if self.policy.restore == "none":
                 raise ValueError(f"{self.policy.name} promotes a unit although promotion=none")
             if self.host:
-                entry = (self.per_head(rect.coded == low + 1).flatten().cumsum(0) - 1)[promoted.flatten()].cpu()
+                entry = self._entries(self.keys, 0, rect, promoted)[0].cpu()
                 k_EWD, v_EWD = (x[entry].to(self.device) for x in self.host)
             else:
-                k_EWD, v_EWD = self._decode(low, rect, promoted)
+                k_EWD, v_EWD = (self._decode(side, low, rect, promoted) for side in self.sides)
             full.k[at], full.v[at] = k_EWD.flatten(0, 1), v_EWD.flatten(0, 1)
         return full
 
-    def _merge(
-        self,
-        low: int,
-        rect: Rect,
-        coded: Tensor,
-        demoted: Tensor,
-        fresh: tuple[tuple[Lane, Lane], tuple[Tensor, ...]] | None,
-    ) -> None:
-        """Rebuild a low tier's entries: those whose codes stay (in use or in the ledger) and the newly encoded ones."""
-        had = self.per_head(rect.coded == low + 1)
-        have, new = self.per_head(coded == low + 1), self.per_head(demoted)
-        place = have.flatten().cumsum(0) - 1
-        keep = (had.flatten().cumsum(0) - 1)[(had & have).flatten()]
-        keep_at, fresh_at = place[(had & have).flatten()], place[new.flatten()]
-        for i, lane in enumerate(self.lanes[low]):
-            lane.merge(fresh[0][i] if fresh else None, keep, keep_at, fresh_at)
-        if self.policy.restore == "host":
-            parts = fresh[1] if fresh else tuple(x[:0] for x in self.host)
-            merged = []
-            for i, part in enumerate(parts):
-                out = part.new_empty((len(keep_at) + len(fresh_at), *part.shape[1:]))
-                if len(keep_at):
-                    out[keep_at.cpu()] = self.host[i][keep.cpu()]
-                out[fresh_at.cpu()] = part
-                merged.append(out)
-            self.host = tuple(merged)
+    def _merge_host(self, change: Change) -> None:
+        parts = change.exact or tuple(x[:0] for x in self.host)
+        merged = []
+        for i, part in enumerate(parts):
+            out = part.new_empty((len(change.keep_at) + len(change.fresh_at), *part.shape[1:]))
+            if len(change.keep_at):
+                out[change.keep_at.cpu()] = self.host[i][change.keep.cpu()]
+            out[change.fresh_at.cpu()] = part
+            merged.append(out)
+        self.host = tuple(merged)
 
     def _build_reference(self) -> None:
-        """Per-prompt parameters of every codec that has some, from the un-rotated prompt;
-
-        once, before anything moves.
-        """
-        for tier in self.policy.tiers[1:]:
-            built = []
-            for codec, flat in ((tier.key, self.full.k), (tier.value, self.full.v)):
+        """Per-prompt parameters of every codec that has some, from the un-rotated prompt, before anything moves."""
+        dim, itemsize = self.geometry.head_dim, self.geometry.itemsize
+        for side, flat in ((self.keys, self.full.k), (self.values, self.full.v)):
+            for lane in side.lanes:
                 rows: list[tuple[Tensor, ...]] = []
-                if codec.reference_bytes(self.geometry.head_dim, self.geometry.itemsize):
-                    for row in range(self.num_rows):
-                        rows.append(codec.reference(self._prompt(flat, row, codec.pre_rope)))
-                built.append(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)) if rows else ())
-            self.reference.append(tuple(built))
+                if lane.codec.reference_bytes(dim, itemsize):
+                    pre_rope = lane.codec.pre_rope and side is self.keys
+                    rows = [lane.codec.reference(self._prompt(flat, row, pre_rope)) for row in range(self.num_rows)]
+                side.reference.append(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)))
 
     def _prompt(self, flat: Tensor, row: int, pre_rope: bool) -> Tensor:
         segments = range(row * self.num_heads, (row + 1) * self.num_heads)
