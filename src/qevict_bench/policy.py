@@ -54,7 +54,7 @@ class LayerView:
     the tail may not be complete yet, or not begun); tier_BHU its tier (EVICTED for dead entries); exact_BHU still the
     model's own values; seq_len_B tokens seen; prompt_len_B tokens of the first prefill; event_len_B tokens seen at the
     last routing event. `rng(row)` is the row's seeded generator, `w_o()` the layer's output projection [hidden, H * G
-    * D].
+    * D], `values(row)` the values [H, U, D] of a row's full-precision units (zero elsewhere), for units of one token.
     """
 
     layer_idx: int
@@ -69,6 +69,7 @@ class LayerView:
     columns: dict[str, Tensor]
     rng: Callable[[int], torch.Generator]
     w_o: Callable[[], Tensor]
+    values: Callable[[int], Tensor]
 
     @property
     def alive_BHU(self) -> Tensor:
@@ -86,7 +87,14 @@ class LayerView:
         maps = (self.pos_BHU[cut], self.end_BHU[cut], self.tier_BHU[cut], self.exact_BHU[cut])
         columns = {name: column[cut] for name, column in self.columns.items()}
         return LayerView(
-            self.layer_idx, self.num_layers, *lens, *maps, columns, lambda row: self.rng(first + row), self.w_o
+            self.layer_idx,
+            self.num_layers,
+            *lens,
+            *maps,
+            columns,
+            lambda row: self.rng(first + row),
+            self.w_o,
+            lambda row: self.values(first + row),
         )
 
 

@@ -5,6 +5,7 @@ Shapes: B rows, H table heads (1 if all KV heads share the units), U units.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -38,15 +39,27 @@ def settled(view: LayerView, allowance: Allowance) -> Tensor:
     return allowance.fits_B & (view.tier_BHU <= FULL).all(-1).all(-1)
 
 
+def spare_units(allowance: Allowance, protected: Sequence[Tensor]) -> Tensor:
+    """Full-precision units [B] that the bytes pay for beside the protected ones, over all heads and given layers."""
+    base = allowance.bytes_of([Placement(torch.where(mask_BHU, FULL, EVICTED)) for mask_BHU in protected])
+    return (allowance.bytes_B - base).clamp(min=0) // int(allowance.unit_bytes[FULL])
+
+
 def keep_best(view: LayerView, allowance: Allowance, score_BHU: Tensor, protected_BHU: Tensor) -> Placement:
     """Full precision for the protected units and, per head, as many of the best others as the bytes pay for."""
     if bool(settled(view, allowance).all()):
         return keep_all(view)
-    base = allowance.bytes_of([Placement(torch.where(protected_BHU, FULL, EVICTED))])
     heads = view.tier_BHU.shape[1]
-    num_kept = ((allowance.bytes_B - base).clamp(min=0) // int(allowance.unit_bytes[FULL])) // heads
+    num_kept = spare_units(allowance, [protected_BHU]) // heads
+    return keep_ranked(view, allowance, score_BHU, protected_BHU, num_kept[:, None].expand(-1, heads))
+
+
+def keep_ranked(
+    view: LayerView, allowance: Allowance, score_BHU: Tensor, protected_BHU: Tensor, num_BH: Tensor
+) -> Placement:
+    """Full precision for the protected units and the `num_BH` best others of each head."""
     ranks = rank(score_BHU, view.alive_BHU & ~protected_BHU)
-    kept = protected_BHU | (ranks < num_kept[:, None, None])
+    kept = protected_BHU | (ranks < num_BH[..., None])
     return unless_fits(view, allowance, torch.where(kept, FULL, EVICTED))
 
 

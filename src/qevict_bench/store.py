@@ -142,7 +142,19 @@ class LayerStore:
             columns,
             self.rng,
             self._w_o,
+            self._values,
         )
+
+    def _values(self, row: int) -> Tensor:
+        """Values [H, U, D] of a row's full-precision units of one token, zero elsewhere."""
+        assert self.policy.unit == 1, "values are handed out for units of one token"
+        rect = self.table.rect()
+        held = self.per_head((rect.tier == FULL) & (self.unit_lens(rect) == 1))[row]
+        first, last = row * self.num_heads, (row + 1) * self.num_heads
+        stored = [self.full.v[self.full.start[s] : self.full.start[s] + self.full.count[s]] for s in range(first, last)]
+        out = self.full.v.new_zeros((*held.shape, self.geometry.head_dim))
+        out[held] = torch.cat(stored)
+        return out
 
     # ---- layout helpers ----
 
