@@ -21,10 +21,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rope": set(),
     "metrics": set(),
     "kernels": {"codecs"},
-    "codecs": {"budget"},
+    "packing": set(),
+    "codecs": {"budget", "packing"},
+    "nuq": {"cache", "codecs", "packing"},
     "scoring": {"budget", "codecs"},
     "selection": {"budget", "codecs", "policy"},
     "policy": {"budget", "codecs"},
+    "fitting": {"budget", "policy", "selection"},
+    "routing": {"budget", "codecs", "fitting", "policy", "scoring"},
     "slots": {"budget", "codecs"},
     "units": {"budget", "codecs"},
     "store": {"budget", "codecs", "policy", "rope", "slots", "units"},
@@ -36,7 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"budget", "cache", "tiny", "weights"},
     "task": {"metrics"},
 }
-METHODS_MAY_IMPORT = {f"qevict_bench.{name}" for name in ("policy", "scoring", "selection", "codecs", "budget")}
+METHODS_MAY_IMPORT = {
+    f"qevict_bench.{name}"
+    for name in ("policy", "scoring", "selection", "routing", "fitting", "codecs", "nuq", "budget")
+}
 TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache"}
 HYDRA = {"hydra", "omegaconf"}
 OURS = ("qevict_bench", "methods", "tasks", "run", "scripts", "tests")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calibrated import calibrate
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tiny_models import prompt, random_ids
 from torch import Tensor
 
 from qevict_bench import attention
-from qevict_bench.budget import Budget, BudgetExceeded
+from qevict_bench.budget import Budget, BudgetExceeded, Infeasible
 from qevict_bench.engine import Generation, generate
 from qevict_bench.models import LoadedModel, ModelSpec
 from qevict_bench.policy import KVPolicy
@@ -42,13 +45,34 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What methods with calibrated tables find prepared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QEVICT_BENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        calibrate(engine()).save(engine().fingerprint, {})
+        yield
+
+
 @cache
 def method(name: str) -> KVPolicy:
     fields = OmegaConf.load(YAMLS[name])
     assert fields.pop("name") == name
     policy = instantiate(fields)
     assert isinstance(policy, KVPolicy)
-    return policy
+    return policy.prepare(engine().name, engine().fingerprint)
+
+
+def feasible(name: str, budget: Budget, *lengths: int) -> Budget:
+    """The budget; or, for a method that cannot drop tokens to fit it, the nearest fraction that the method names."""
+    for length in sorted(lengths):
+        try:
+            method(name).fit(budget, geometry_of(engine()), length, NEW)
+        except Infeasible as error:
+            [nearest] = re.findall(r"nearest feasible fraction is (0\.\d+)", str(error))
+            budget = replace(budget, spec=nearest)
+            method(name).fit(budget, geometry_of(engine()), length, NEW)
+    return budget
 
 
 def run(name: str, budget: Budget, *lengths: int, **options: Any) -> list[Generation]:
@@ -91,7 +115,7 @@ def test_fraction_1_is_full_kv(name: str) -> None:
 @pytest.mark.parametrize("spec", ["0.2", "0.4"])
 def test_prefill_is_exact_and_decoding_is_not(name: str, spec: str) -> None:
     """`place` runs after the prompt's attention: its logits are FullKV's; the next ones show the eviction."""
-    logits, session = teacher_forced(name, Budget(spec))
+    logits, session = teacher_forced(name, feasible(name, Budget(spec), 256))
     assert torch.equal(logits[0], full_logits()[0])
     assert not torch.allclose(logits[1:], full_logits()[1:], atol=1e-3)
     assert session.trace[0].evictions + session.trace[0].demotions > 0
@@ -101,8 +125,9 @@ def test_prefill_is_exact_and_decoding_is_not(name: str, spec: str) -> None:
 @pytest.mark.parametrize("spec", ["0.2", "0.4", "100t"])
 def test_budget_holds_at_every_step(name: str, spec: str) -> None:
     """By the session's own check, and by walking the storages of every tensor that is held."""
-    policy = method(name).fit(Budget(spec), geometry_of(engine()), 300, NEW)
-    session = KVSession(engine(), policy, Budget(spec), 1, max_new=NEW)
+    budget = feasible(name, Budget(spec), 300)
+    policy = method(name).fit(budget, geometry_of(engine()), 300, NEW)
+    session = KVSession(engine(), policy, budget, 1, max_new=NEW)
     session.prefill([random_ids(300, 1)])
     for token in random_ids(NEW, 2):
         session.decode([token])
@@ -119,15 +144,16 @@ def test_budget_holds_at_every_step(name: str, spec: str) -> None:
 @pytest.mark.parametrize("name", COMPRESSING)
 @pytest.mark.parametrize("basis", ["prompt", "total"])
 def test_other_bases_hold_too(name: str, basis: str) -> None:
-    [made] = run(name, Budget("0.3", basis=basis), 300)
+    budget = feasible(name, Budget("0.3", basis=basis), 299)
+    [made] = run(name, budget, 300)
     tokens = {"prompt": 299, "total": 299 + NEW}[basis]
-    assert made.memory["allowed"] == int(0.3 * geometry_of(engine()).full_bytes(tokens))
+    assert made.memory["allowed"] == int(Fraction(budget.spec) * geometry_of(engine()).full_bytes(tokens))
     assert made.memory["peak"] <= made.memory["allowed"]
 
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_prefill_only_enforcement_bounds_the_prompt(name: str) -> None:
-    budget = Budget("1.0" if name == "full_kv" else "0.3", enforce="prefill")
+    budget = feasible(name, Budget("1.0" if name == "full_kv" else "0.3", enforce="prefill"), 299)
     [made] = run(name, budget, 300)
     assert made.fractions["after_prefill"] <= float(budget.spec)
     assert made.fractions["after_prefill"] > 0.8 * float(budget.spec)
@@ -136,7 +162,7 @@ def test_prefill_only_enforcement_bounds_the_prompt(name: str) -> None:
 @pytest.mark.parametrize("name", YAMLS)
 def test_runs_are_deterministic_and_leave_no_state(name: str) -> None:
     """The same prompt again, after another one and beside others, gives the same row."""
-    budget = Budget("1.0" if name == "full_kv" else "0.3")
+    budget = feasible(name, Budget("1.0" if name == "full_kv" else "0.3"), 299, 210)
     [alone] = run(name, budget, 300)
     run(name, budget, 211)
     [again] = run(name, budget, 300)
@@ -152,7 +178,7 @@ def test_runs_are_deterministic_and_leave_no_state(name: str) -> None:
 @pytest.mark.parametrize("name", YAMLS)
 @pytest.mark.parametrize("chunk", [64, 299])
 def test_prefill_chunks_do_not_matter(name: str, chunk: int) -> None:
-    budget = Budget("1.0" if name == "full_kv" else "0.3")
+    budget = feasible(name, Budget("1.0" if name == "full_kv" else "0.3"), 299)
     [whole] = run(name, budget, 300)
     [chunked] = run(name, budget, 300, prefill_chunk=chunk)
     assert facts(chunked) == facts(whole)
@@ -173,7 +199,7 @@ def test_short_prompts_run(name: str) -> None:
 @pytest.mark.parametrize("name", YAMLS)
 def test_one_copy_per_kv_head_is_stored(name: str) -> None:
     """GQA: the store holds num_key_value_heads heads, not one per query head."""
-    _, session = teacher_forced(name, Budget("1.0" if name == "full_kv" else "0.4"))
+    _, session = teacher_forced(name, feasible(name, Budget("1.0" if name == "full_kv" else "0.4"), 256))
     heads = engine().model.config.num_key_value_heads
     for layer in session.layers.values():
         assert layer.num_heads == heads == 3
@@ -193,7 +219,7 @@ def test_budget_is_spent_at_2k_tokens(name: str, spec: str) -> None:
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_appended_questions_end_in_an_event(name: str) -> None:
     """A question on a compressed context: one step, then a routing event, inside the budget of all tokens seen."""
-    budget = Budget("0.3")
+    budget = feasible(name, Budget("0.3"), 256)
     policy = method(name).fit(budget, geometry_of(engine()), 256, NEW)
     session = KVSession(engine(), policy, budget, 1, max_new=NEW)
     session.prefill([random_ids(256, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import kept, prompt, random_ids
+from tiny_models import kept, prompt, random_ids, watched
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,15 +27,16 @@ from qevict_bench import attention
 from qevict_bench import session as session_module
 from qevict_bench.accounting import PlacementCost, unit_bytes, usage
 from qevict_bench.attention import Step
-from qevict_bench.budget import Budget, Geometry
+from qevict_bench.budget import Budget, Geometry, Infeasible
 from qevict_bench.engine import Generation, generate
 from qevict_bench.models import LoadedModel, ModelSpec
 from qevict_bench.policy import EVICTED, FULL, Placement
 from qevict_bench.rope import Rope
+from qevict_bench.routing import all_low_bytes
 from qevict_bench.selection import capacities
 from qevict_bench.session import KVSession, geometry_of
 from qevict_bench.slots import Slots
-from qevict_bench.store import LayerStore
+from qevict_bench.store import LayerStore, Moves
 
 LOW = 1
 HEADS, GROUP = 3, 2
@@ -588,6 +590,176 @@ def test_scores_of_windows_that_age(aged_score: str) -> None:
     assert after[69 - 8] == (float(69 - 8) if 69 - 8 in known else expected)
     assert after[known[-1] + 8] == pytest.approx(expected)
     assert after[known[-1] + 16] == 100.0  # still recent
+
+
+# ---- ablations: routing=once | random, evict=false ----
+
+WINDOWS = (5, 13, 21, 29, 37, 45, 53, 61)  # whose last position has left the 32 newest of 101 tokens
+
+
+def one_event(
+    store: LayerStore, policy: QEvict, num_full: int, scores: dict[int, float]
+) -> tuple[dict[int, int], Moves]:
+    """Tiers of windows after an event whose history may cost as much as `num_full` full windows, and what moved."""
+    store.table.cover([store.seq_len[0] + 8])
+    view = store.view()
+    for u, pos in enumerate(view.pos_BHU[0, 0].tolist()):
+        view.columns["score"][0, 0, u] = scores.get(pos, view.columns["score"][0, 0, u])
+    aged = (view.pos_BHU >= 5) & (view.end_BHU <= store.seq_len[0] - 32)
+    base = PlacementCost([store], [8], [0], everything=False)
+    protected = int(base.bytes_of([Placement(torch.where(aged, EVICTED, FULL))]))
+    allowed = protected + num_full * int(unit_bytes(store)[FULL])
+    [placement] = policy.place([view], PlacementCost([store], [8], [allowed], everything=False))
+    moves = store.apply(placement, [8])
+    store.event_len = list(store.seq_len)
+    rect = store.table.rect()
+    return dict(zip(rect.pos[0, 0].tolist(), rect.tier[0, 0].tolist(), strict=True)), moves
+
+
+def test_routed_once_by_hand() -> None:
+    """Bytes of 2 full windows at q = 0.5: K_f = 1, and 3082 B pay for K_q = 3 windows of 778 B; four are evicted.
+
+    8 tokens later window 69 has aged and enters with the mean of the known, (8 + 7 + 6 + 5) / 4 = 6.5: it goes between
+    13 and 21, and 29 has to leave. Full precision is for windows that still have it: 5 and 69.
+    """
+    policy = QEvict(q=0.5, fill=False, routing="once", aged_score="mean_candidate")
+    store = store_of(policy, 101)
+    assert [int(n) for n in unit_bytes(store)] == [3082, 778]
+    tiers, moves = one_event(store, policy, 2, {w: 8.0 - i for i, w in enumerate(WINDOWS)})
+    assert {w: tiers[w] for w in WINDOWS if w in tiers} == {5: FULL, 13: LOW, 21: LOW, 29: LOW}
+    assert [int(n) for n in moves] == [0, 3, 4]
+    twin = copy.deepcopy(store)
+    extend(store, 8, 1)
+    tiers, moves = one_event(store, policy, 2, {})
+    assert {w: t for w, t in tiers.items() if 5 <= w <= 69} == {5: FULL, 13: LOW, 69: LOW, 21: LOW}
+    assert [int(n) for n in moves] == [0, 1, 1]
+
+    extend(twin, 8, 1)  # even a score that has grown (nothing in the method lets it) would promote nothing
+    again = copy.deepcopy(twin)
+    tiers, moves = one_event(twin, policy, 2, {13: 100.0})
+    assert tiers[13] == LOW
+    assert int(moves.promotions) == 0
+    tiers, moves = one_event(again, replace(policy, routing="attention"), 2, {13: 100.0})
+    assert tiers[13] == FULL
+    assert int(moves.promotions) == 1
+
+
+def test_routed_once_and_enforced_for_the_prompt_alone_is_one_decision() -> None:
+    """Nothing moves while decoding, nor when a question is appended; no query but the prompt's is looked at."""
+    budget = Budget("0.3", enforce="prefill")
+    fitted = QEvict(routing="once").fit(budget, geometry_of(engine()), 257, 40)
+    policy, calls, _ = watched(fitted)
+    session = KVSession(engine(), policy, budget, 1, max_new=40)
+    session.prefill([random_ids(257, 5)])
+    observed, before = calls["observe"], kept(session, 0)
+    scores = [layer.view().columns["score"].clone() for layer in session.layers.values()]
+    for token in random_ids(20, 6):
+        session.decode([token])
+    session.append([random_ids(9, 7)])
+    assert calls["observe"] == observed > 0
+    trace = session.trace[0]
+    assert trace.promotions == 0
+    assert (trace.demotions > 0) & (trace.evictions > 0)
+    for layer, old in zip(kept(session, 0), before, strict=True):
+        assert layer[0][: len(old[0])] == old[0]
+        assert all(tier == FULL for _, tier in layer[0][len(old[0]) :])
+    for layer, old_scores in zip(session.layers.values(), scores, strict=True):
+        assert torch.equal(layer.view().columns["score"][..., : old_scores.shape[-1]], old_scores)
+
+
+def test_routed_once_still_holds_the_budget() -> None:
+    made = run(QEvict(routing="once", aged_score="mean_candidate"), "0.2", new=60)
+    assert made.fractions["peak"] <= 0.2
+    assert made.promotions == 0
+    assert made.events == 1 + 60 // 8
+    assert made.matched
+
+
+def test_random_routing_by_hand() -> None:
+    """The best are those with the highest draws of the row's generator, in the order of live units; drawn anew."""
+    policy = QEvict(q=0.5, fill=False, routing="random")
+    store = store_of(policy, 101)
+    generator, twin = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
+    store.rng = lambda row: generator
+    store.table.cover([109])
+    drawn = dict(zip(store.table.rect().pos[0, 0].tolist(), torch.rand(14, generator=twin).tolist(), strict=True))
+    best = sorted(WINDOWS, key=lambda w: -drawn[w])
+    tiers, _ = one_event(store, policy, 2, {})
+    assert {w: tiers[w] for w in WINDOWS if w in tiers} == {best[0]: FULL, **dict.fromkeys(best[1:4], LOW)}
+    again = dict(zip(tiers, torch.rand(len(tiers), generator=twin).tolist(), strict=True))
+    left, _ = one_event(store, policy, 2, {})
+    assert dict(zip(left, store.view().columns["score"][0, 0].tolist(), strict=True)) == {w: again[w] for w in left}
+    assert [w for w, t in left.items() if t == FULL and w in WINDOWS] == [max(best[:4], key=lambda w: again[w])]
+
+
+def test_random_routing_looks_at_no_attention() -> None:
+    policy, calls, _ = watched(QEvict(routing="random").fit(Budget("0.4"), geometry_of(engine()), 400, 40))
+    session = KVSession(engine(), policy, Budget("0.4"), 1, max_new=40)
+    session.prefill([random_ids(400, 5)])
+    for token in random_ids(40, 6):
+        session.decode([token])
+    assert calls["observe"] == calls["probe"] == 0
+    assert session.trace[0].promotions > 0
+
+
+NO_EVICTION = QEvict(evict=False, key_params="static")
+
+
+def test_without_eviction_the_bytes_beside_int2_are_full_precision() -> None:
+    """With bytes of 4 full windows, eight at 394 B leave 9176 B: 3 of them full, 2688 B dearer each, as ranked."""
+    store = store_of(NO_EVICTION, 101)
+    full, low = (int(n) for n in unit_bytes(store))
+    assert (full, low) == (3082, 394)
+    tiers, moves = one_event(store, NO_EVICTION, 4, {w: 8.0 - i for i, w in enumerate(WINDOWS)})
+    assert {w: tiers[w] for w in WINDOWS} == dict.fromkeys(WINDOWS[:3], FULL) | dict.fromkeys(WINDOWS[3:], LOW)
+    assert [int(n) for n in moves] == [0, 5, 0]
+    with pytest.raises(Infeasible, match=r"\[101\] tokens do not fit without eviction"):
+        one_event(store_of(NO_EVICTION, 101), NO_EVICTION, 1, {})
+
+
+@pytest.mark.parametrize("params", [{"key_params": "static"}, {"key_params": "window8"}, {"head_scope": "kv_head"}])
+def test_what_all_int2_costs_is_what_the_store_says(params: dict[str, Any]) -> None:
+    """At every length; equal where the unfinished window is as long as it can be."""
+    policy = replace(NO_EVICTION, **params)
+    for length in range(101, 117):
+        store = store_of(policy, length)
+        store.table.cover([length + 8])
+        view = store.view()
+        aged = view.alive_BHU & (view.pos_BHU >= 5) & (view.end_BHU <= length - 32)
+        cost = PlacementCost([store], [8], [0], everything=False)
+        exact = int(cost.bytes_of([Placement(torch.where(aged, LOW, FULL))]))
+        bound = all_low_bytes(policy, store.geometry, 32, length)
+        assert bound >= exact
+        assert bound == exact or (length - 37) % 8 != 7
+
+
+@pytest.mark.parametrize("spec", ["0.2", "0.4"])
+def test_without_eviction_nothing_is_evicted(spec: str) -> None:
+    made = run(NO_EVICTION, spec, new=60)
+    assert made.evictions == 0
+    assert made.demotions > 0
+    assert made.fractions["peak"] <= float(spec)
+    assert made.matched
+
+
+def test_infeasible_without_eviction_names_the_nearest_fraction() -> None:
+    geometry = geometry_of(engine())
+    with pytest.raises(Infeasible, match="nearest feasible fraction is 0.") as refusal:
+        NO_EVICTION.fit(Budget("0.1"), geometry, 512, 20)
+    nearest = str(refusal.value).rpartition("is ")[2]
+    assert NO_EVICTION.fit(Budget(nearest), geometry, 512, 20).recent == 0
+    with pytest.raises(Infeasible, match=f"is {nearest}"):
+        NO_EVICTION.fit(Budget(f"{float(nearest) - 0.001:.3f}"), geometry, 512, 20)
+    with pytest.raises(Infeasible, match="5 sink and 32 recent tokens"):
+        NO_EVICTION.fit(Budget("0.2", small_budget="refuse"), geometry, 512, 20)
+    assert NO_EVICTION.fit(Budget("0.2"), geometry, 512, 20).recent < 32
+    assert NO_EVICTION.fit(Budget("0.5"), geometry, 512, 20).recent == 32
+    assert run(NO_EVICTION, nearest).evictions == 0
+
+
+def test_shared_parameters_cannot_be_bounded_without_eviction() -> None:
+    with pytest.raises(ValueError, match="cannot bound what group:N costs"):
+        QEvict(evict=False, key_params="group:8")
 
 
 # ---- scripts/promotion_mass.py ----

@@ -15,14 +15,16 @@ from qevict_bench.budget import Usage
 from qevict_bench.codecs import Codec
 from qevict_bench.policy import EVICTED, FULL, Placement
 from qevict_bench.slots import Side
-from qevict_bench.store import LayerStore, next_coded
-from qevict_bench.units import Rect
+from qevict_bench.store import LayerStore
+from qevict_bench.units import Rect, next_coded
 
 POINTER = 4  # bytes of an entry's pointer to its parameter group, where groups may have gaps
 
 
 def _slot_bytes(layer: LayerStore, codec: Codec) -> int:
-    return codec.slot_bytes(layer.geometry.head_dim, layer.geometry.itemsize)
+    """Bytes of a slot as it is stored: of one head, or of all heads side by side."""
+    width = layer.num_heads if codec.joined else 1
+    return codec.slot_bytes(width * layer.geometry.head_dim, layer.geometry.itemsize)
 
 
 def _group_bytes(layer: LayerStore, codec: Codec) -> int:
@@ -30,13 +32,20 @@ def _group_bytes(layer: LayerStore, codec: Codec) -> int:
 
 
 def unit_bytes(layer: LayerStore) -> tuple[float, ...]:
-    """Bytes of one complete unit newly placed in one table entry, per tier, metadata included."""
+    """Bytes of one complete unit newly placed in one table entry, per tier, metadata included.
+
+    Parameters that all units of a segment share (group=0) are in no unit's bytes.
+    """
     sizes = []
     for tier in layer.tiers:
-        slots = sum(layer.policy.unit * _slot_bytes(layer, codec) for codec in (tier.key, tier.value))
+        slots = sum(
+            layer.policy.unit * _slot_bytes(layer, codec) / (layer.num_heads if codec.joined else 1)
+            for codec in (tier.key, tier.value)
+        )
         params = sum(
             _group_bytes(layer, codec) / codec.group + POINTER * (codec.group > 1 and not codec.whole)
             for codec in (tier.key, tier.value)
+            if codec.group
         )
         sizes.append(layer.shared_heads * (slots + params) + layer.table.unit_bytes)
     return tuple(sizes)
@@ -64,8 +73,8 @@ def bytes_of(layer: LayerStore, tier_BHU: Tensor) -> Tensor:
             if layer.policy.recompresses:
                 old = old & (tier_BHU == FULL)
             entries = have.sum((1, 2)) * heads
-            total = total + entries * layer.policy.unit * _slot_bytes(layer, lane.codec)
-            groups = entries // lane.span
+            total = total + entries // lane.width * layer.policy.unit * _slot_bytes(layer, lane.codec)
+            groups = layer.num_heads * (entries > 0) if lane.by_segment else entries // lane.span
             if lane.grouped:
                 fresh = (have & ~old).sum(-1)
                 groups = _old_groups(layer, side, number, rect, old)
@@ -101,18 +110,19 @@ def usage(layer: LayerStore, row: int) -> Usage:
         entries = int(coded.sum()) * layer.shared_heads
         idle = int((coded & (rect.tier[row] == FULL)).sum()) * layer.shared_heads
         lanes = [side.lanes[side.lane_of[low]] for side in layer.sides] if entries else []
-        sizes = [[x[0].numel() * x.element_size() for x in lane.slot] for lane in lanes]
-        codes = sum(size[0] for size in sizes)
-        counted[f"payload.{tier.name}"] = codes * (entries - idle)
-        counted["ledger"] += codes * idle
-        counted["params"] += sum(sum(size[1:]) for size in sizes) * entries
+        counted[f"payload.{tier.name}"] = 0
+        for lane in lanes:
+            codes, *params = (x[0].numel() * x.element_size() for x in lane.slot)
+            counted[f"payload.{tier.name}"] += codes * ((entries - idle) // lane.width)
+            counted["ledger"] += codes * (idle // lane.width)
+            counted["params"] += sum(params) * (entries // lane.width)
     for side in layer.sides:
         for number, lane in enumerate(side.lanes):
             held_by = side.lane_map(rect.coded) == number
             entries = int(held_by[row].sum()) * layer.shared_heads
             if not entries:
                 continue
-            groups = entries // lane.span
+            groups = layer.num_heads // lane.width if lane.by_segment else entries // lane.span
             if lane.group_of is not None:
                 before = int(held_by[:row].sum()) * layer.shared_heads
                 groups = len(torch.unique(lane.group_of[before : before + entries]))

@@ -1,4 +1,4 @@
-"""How keys and values of one tier are stored: 16 bit, per channel, per token, and the packing of low-bit codes.
+"""How keys and values of one tier are stored: 16 bit, per channel and per token.
 
 Quantization is asymmetric min-max: `scale = (max - min) / (2^bits - 1)`, `code = round_half_even((x - zero) / scale)`,
 decoded `code * scale + zero`, with `zero` the minimum itself. Arithmetic is fp32; scale and zero are rounded to the
@@ -28,8 +28,9 @@ from typing import Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-PACK_UNIT = {2: 4, 3: 8, 4: 2, 8: 1}  # bits -> channels that share one packed word (of 1 byte; 3 bytes at 3 bits)
-KeyParams = Literal["window", "group", "static", "relative8"]
+from qevict_bench.packing import PACK_UNIT, pack, packed_bytes, split_last, unpack
+
+KeyParams = Literal["window", "group", "segment", "static", "relative8"]
 
 
 class Encoded(NamedTuple):
@@ -54,11 +55,18 @@ class Codec(Protocol):
 
     @property
     def group(self) -> int:
-        """Units per parameter group; without meaning unless `shared`."""
+        """Units per parameter group, 0 for all units of a row and KV head; without meaning unless `shared`.
+
+        With 0 all of them are encoded together at every event, so the method must declare `recompresses`.
+        """
 
     @property
     def whole(self) -> bool:
         """Whether groups of `group` units are only ever stored complete, so that units need no pointer to theirs."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether units of all KV heads are stored side by side, as one of H * D channels; needs group=0."""
 
     @property
     def shared(self) -> bool:
@@ -102,6 +110,7 @@ class Exact:
     pre_rope = False
     group = 1
     whole = False
+    joined = False
     shared = False
 
     def reference(self, x_HSD: Tensor) -> tuple[Tensor, ...]:
@@ -131,6 +140,7 @@ class PerChannel:
 
     - `window`: per unit, in the storage dtype.
     - `group`: the same, shared by `group` units.
+    - `segment`: the same, shared by all units of a row and KV head; group must be 0.
     - `static`: from the whole prompt, nothing per group. Values outside the prompt's range are clamped.
     - `relative8`: per group as two bytes r, m relative to the prompt: zero = low + step * m and scale =
       step * r / (2^bits - 1), with `low` the prompt's minimum and `step` its range / 255, rounded up. m is rounded
@@ -146,11 +156,16 @@ class PerChannel:
     pre_rope: bool = True
     whole: bool = False
 
+    joined = False
+
     def __post_init__(self) -> None:
         _check_bits(self.bits)
         if self.params not in get_args(KeyParams):
             raise ValueError(f"unknown params {self.params!r}: use one of {', '.join(get_args(KeyParams))}")
-        if self.group < 1 or (self.group > 1 and self.params in ("window", "static")):
+        if self.params == "segment":
+            if self.group != 0:
+                raise ValueError(f"group={self.group} with params='segment', which has one group: use group=0")
+        elif self.group < 1 or (self.group > 1 and self.params in ("window", "static")):
             raise ValueError(
                 f"group={self.group} with params={self.params!r}: units share parameters only with params 'group' or "
                 "'relative8' (group >= 1); use group=1 or one of those"
@@ -209,45 +224,69 @@ class PerChannel:
 class PerToken:
     """Min-max per token over `channels` consecutive channels (0: the whole head dim), parameters in the storage dtype.
 
-    Layout: slot = (codes [N, T, packed], scale [N, T, C], zero [N, T, C]) with C = D / channels; group = ().
+    With `balanced` (ZipCache's channel-separable quantization, arXiv 2405.14256) channels are first divided by
+    c = sqrt(max over all units of |x|), so that large channels do not set the scale, and tokens of all KV heads are
+    coded side by side under one scale and zero; D is then the channels of all heads.
+
+    Layout: slot = (codes [N, T, packed], scale [N, T, C], zero [N, T, C]) with C = D / channels; group = () or (c,),
+    [N, D].
     """
 
     bits: int = 2
     channels: int = 0
     pre_rope: bool = False
+    balanced: bool = False
 
-    group = 1
     whole = False
-    shared = False
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
         if self.channels < 0:
             raise ValueError(f"channels={self.channels}: use 0 for the whole head dim or a divisor of it")
 
+    @property
+    def group(self) -> int:
+        return 0 if self.balanced else 1
+
+    @property
+    def joined(self) -> bool:
+        return self.balanced
+
+    @property
+    def shared(self) -> bool:
+        return self.balanced
+
     def reference(self, x_HSD: Tensor) -> tuple[Tensor, ...]:
         return ()
 
     def encode(self, x_NTD: Tensor, ref: tuple[Tensor, ...]) -> Encoded:
         work_NTD = x_NTD.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        work_NTCd = _split(work_NTD, self._groups(x_NTD.shape[-1]))
+        group: tuple[Tensor, ...] = ()
+        if self.balanced:
+            group = (work_NTD.abs().amax(1).sqrt_().to(x_NTD.dtype),)
+            work_NTD.div_(_divisor(group[0]).unsqueeze(1))
+        work_NTCd = split_last(work_NTD, self._groups(x_NTD.shape[-1]))
         scale_NTC, zero_NTC = _affine(work_NTCd.amin(-1), work_NTCd.amax(-1), self.bits, x_NTD.dtype)
         codes_NTCd = _quantize_(work_NTCd, scale_NTC.unsqueeze(-1), zero_NTC.unsqueeze(-1), self.bits)
-        return Encoded((pack(codes_NTCd.flatten(-2), self.bits), scale_NTC, zero_NTC), ())
+        return Encoded((pack(codes_NTCd.flatten(-2), self.bits), scale_NTC, zero_NTC), group)
 
     def decode(
         self, slot: tuple[Tensor, ...], group: tuple[Tensor, ...], ref: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
         packed, scale_MTC, zero_MTC = slot
         head_dim = packed.shape[-1] * 8 // self.bits
-        codes_MTCd = _split(unpack(packed, self.bits, head_dim), scale_MTC.shape[-1])
-        return _dequantize(codes_MTCd, scale_MTC.unsqueeze(-1), zero_MTC.unsqueeze(-1), dtype).flatten(-2)
+        codes_MTCd = split_last(unpack(packed, self.bits, head_dim), scale_MTC.shape[-1])
+        scale, zero = scale_MTC.unsqueeze(-1), zero_MTC.unsqueeze(-1)
+        if not self.balanced:
+            return _dequantize(codes_MTCd, scale, zero, dtype).flatten(-2)
+        out_MTD = _dequantize(codes_MTCd, scale, zero, torch.float32).flatten(-2)
+        return out_MTD.mul_(_divisor(group[0]).unsqueeze(1)).to(dtype)
 
     def slot_bytes(self, head_dim: int, itemsize: int) -> int:
         return packed_bytes(self.bits, head_dim) + 2 * itemsize * self._groups(head_dim)
 
     def group_bytes(self, head_dim: int, itemsize: int) -> int:
-        return 0
+        return head_dim * itemsize if self.balanced else 0
 
     def reference_bytes(self, head_dim: int, itemsize: int) -> int:
         return 0
@@ -259,84 +298,14 @@ class PerToken:
         return head_dim // channels
 
 
-def packed_bytes(bits: int, head_dim: int) -> int:
-    """Bytes of the packed codes of one slot. ValueError if the head dim is no multiple of the pack unit."""
-    if head_dim % PACK_UNIT[bits]:
-        raise ValueError(
-            f"head dim {head_dim} is not a multiple of {PACK_UNIT[bits]}, the channels packed together at {bits} bits: "
-            "use other bits or keep this tensor at 16 bit"
-        )
-    return head_dim * bits // 8
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [..., D], each below 2^bits, into uint8 [..., D * bits / 8] without gaps.
-
-    With n = `PACK_UNIT[bits]`, word w of D/n words holds channel w + k * D/n at bits [bits * k, bits * (k + 1)), k < n,
-    and byte p of word w lies at index w + p * D/n. So at 2 bits, byte w holds channels w, w + D/4, w + D/2, w + 3D/4 at
-    bits 0, 2, 4, 6: each shift yields a contiguous quarter of the head, and RoPE partners i, i + D/2 share a byte.
-    """
-    num_bytes, n = packed_bytes(bits, codes.shape[-1]), PACK_UNIT[bits]
-    if n == 1:
-        return codes.contiguous()
-    words = codes.shape[-1] // n
-    lanes = _lanes(codes, words)
-    fields = _split(lanes, n)
-    packed = lanes.new_zeros((*lanes.shape[:-1], num_bytes // words * fields.shape[-1]))
-    planes = _split(packed, num_bytes // words)
-    for k in range(n):
-        plane, offset = divmod(bits * k, 8)
-        room = 8 - offset
-        if room >= bits:
-            planes[..., plane, :] |= fields[..., k, :] << offset
-        else:  # the code straddles two bytes
-            planes[..., plane, :] |= (fields[..., k, :] & _every_byte((1 << room) - 1, lanes.dtype)) << offset
-            planes[..., plane + 1, :] |= (fields[..., k, :] >> room) & _every_byte((1 << bits - room) - 1, lanes.dtype)
-    return packed.view(torch.uint8)
-
-
-def unpack(packed: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Inverse of `pack`: uint8 [..., D * bits / 8] -> codes, uint8 [..., D]."""
-    num_bytes, n = packed_bytes(bits, head_dim), PACK_UNIT[bits]
-    if packed.shape[-1] != num_bytes:
-        raise ValueError(f"{packed.shape[-1]} packed bytes, but {head_dim} channels of {bits} bits take {num_bytes}")
-    if n == 1:
-        return packed
-    words = head_dim // n
-    lanes = _lanes(packed, words)
-    planes = _split(lanes, num_bytes // words)
-    codes = lanes.new_empty((*lanes.shape[:-1], n, planes.shape[-1]))
-    for k in range(n):
-        plane, offset = divmod(bits * k, 8)
-        room = 8 - offset
-        torch.bitwise_right_shift(planes[..., plane, :], offset, out=codes[..., k, :])
-        if room < bits:
-            codes[..., k, :] &= _every_byte((1 << room) - 1, lanes.dtype)
-            codes[..., k, :] |= (planes[..., plane + 1, :] & _every_byte((1 << bits - room) - 1, lanes.dtype)) << room
-    return codes.bitwise_and_(_every_byte((1 << bits) - 1, lanes.dtype)).flatten(-2).view(torch.uint8)
-
-
-def _lanes(x: Tensor, words: int) -> Tensor:
-    """View bytes [..., words * k] as the widest integers that divide a run of `words`: up to 8 bytes per operation."""
-    x = x.contiguous()
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if words % dtype.itemsize == 0 and x.storage_offset() % dtype.itemsize == 0:
-            return x.view(dtype)
-    return x
-
-
-def _split(x: Tensor, parts: int) -> Tensor:
-    """View [..., parts * c] as [..., parts, c]."""
-    return x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
-
-
-def _every_byte(byte: int, dtype: torch.dtype) -> int:
-    return int.from_bytes(bytes([byte]) * dtype.itemsize, "little")
-
-
 def _affine(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scale and zero of fp32 ranges, rounded to the storage dtype."""
     return ((high - low) / ((1 << bits) - 1)).to(dtype), low.to(dtype)
+
+
+def _divisor(c_ND: Tensor) -> Tensor:
+    """What balanced channels are divided by, fp32; channels that are zero everywhere stay as they are."""
+    return torch.where(c_ND == 0, 1.0, c_ND.float())
 
 
 def _relative_bytes(low: Tensor, high: Tensor, ref: tuple[Tensor, ...], bits: int) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ def generate(
     """
     if first_token not in FIRST_TOKEN:
         raise ValueError(f"first_token={first_token!r} is unknown; choose {' or '.join(FIRST_TOKEN)}")
-    geometry = geometry_of(loaded)
+    geometry, policy = geometry_of(loaded), policy.prepare(loaded.name, loaded.fingerprint)
     batches: dict[KVPolicy, list[int]] = {}
     for i, prompt in enumerate(prompts):
         if len(prompt.ids) < 2 or len(prompt.ids) + max_new_tokens > loaded.max_context:

@@ -183,6 +183,13 @@ class KVPolicy(ABC):
         """`absolute` keeps original positions; `compact` re-indexes stored tokens 0 .. n - 1."""
         return "absolute"
 
+    def prepare(self, model: str, fingerprint: str) -> Self:
+        """The method with what it must know of a model beforehand (calibrated tables), read once, before `fit`.
+
+        Raises ValueError, naming the command that makes it, if it is missing.
+        """
+        return self
+
     def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
         """Choose knobs for one example so that its worst step fits; raises Infeasible. The result is what runs."""
         return self

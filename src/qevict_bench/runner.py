@@ -107,6 +107,8 @@ def make_plan(cfg: DictConfig) -> Plan:
             f"task.context_length={context_length} is longer than the context of {model.name} ({model.max_context} "
             "tokens); give a smaller task.context_length or profile, or a model with a longer context"
         )
+    policy = policy.prepare(model.name, model.fingerprint)
+    reference_policy = reference_policy.prepare(model.name, model.fingerprint)
     environment = Environment.current(model.device)
     fingerprints = {"model": [model.fingerprint, spec.chat], "task": [_identity(task), task.fingerprint()]}
 

@@ -1,6 +1,6 @@
 """Pure functions from scores and bytes to tier maps.
 
-Shapes: B rows, H table heads (1 if all KV heads share the units), U units.
+Shapes: B rows, H table heads (1 if all KV heads share the units), U units. Lists of tensors have one entry per layer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,98 @@ def rank(score_BHU: Tensor, candidate_BHU: Tensor) -> Tensor:
     return ranks.masked_fill(~candidate_BHU, units)
 
 
+def rank_preferred(score_BHU: Tensor, candidate_BHU: Tensor, preferred_BHU: Tensor) -> Tensor:
+    """As `rank`, with the preferred candidates, best first, before all others."""
+    first_BHU = candidate_BHU & preferred_BHU
+    others = rank(score_BHU, candidate_BHU & ~preferred_BHU) + first_BHU.sum(-1, keepdim=True)
+    ranks = torch.where(first_BHU, rank(score_BHU, first_BHU), others)
+    return ranks.masked_fill(~candidate_BHU, score_BHU.shape[-1])
+
+
+def best_across(
+    scores: Sequence[Tensor], candidates: Sequence[Tensor], preferred: Sequence[Tensor], num_B: Tensor
+) -> list[Tensor]:
+    """The `num_B` best candidates of a row over all heads and layers, the preferred ones before all others.
+
+    Ties go to the earlier layer, head, position.
+    """
+    joined = [torch.cat([x.flatten(1) for x in parts], dim=1)[:, None] for parts in (scores, candidates, preferred)]
+    kept = rank_preferred(*joined)[:, 0] < num_B[:, None]
+    parts = kept.split([x[0].numel() for x in scores], dim=1)
+    return [part.view_as(x) & candidate for part, x, candidate in zip(parts, scores, candidates, strict=True)]
+
+
+def share_of(num: Tensor, share: float) -> Tensor:
+    """floor(num * share), with the share taken as the decimal it was written as."""
+    part, whole = Fraction(str(share)).as_integer_ratio()
+    return num * part // whole
+
+
+def blended_counts(score_BHU: Tensor, candidate_BHU: Tensor, num_B: Tensor, alpha: float) -> Tensor:
+    """AdaKV's head budgets [B, H]: round((1 - alpha) c + floor(alpha num_B / H)), halves to even.
+
+    c counts a head's units among the row's best H * floor(num_B / H); the sum may miss that number by rounding.
+    """
+    heads = score_BHU.shape[1]
+    base_B = num_B // heads
+    [best] = best_across([score_BHU], [candidate_BHU], [torch.zeros_like(candidate_BHU)], base_B * heads)
+    part, whole = Fraction(str(alpha)).as_integer_ratio()
+    exact_BH = best.sum(-1) * (whole - part) + share_of(base_B, alpha)[:, None] * whole
+    quotient, rest = exact_BH // whole, exact_BH % whole
+    return quotient + ((2 * rest > whole) | ((2 * rest == whole) & (quotient % 2 == 1)))
+
+
+def safe_counts(num_B: Tensor, heads: int, alpha: float, window_B: Tensor) -> Tensor:
+    """Units [B, H] of each head that kvpress' AdaKV keeps in any case, beside the window.
+
+    The best floor(alpha n) of its n = num_B / H + window; the window is the first of them.
+    """
+    safe_B = share_of(num_B // heads + window_B, alpha) - window_B
+    return safe_B.clamp(min=0)[:, None].expand(-1, heads)
+
+
+def pyramid(base: int, num_layers: int, seq_len: int, window: int, beta: int) -> list[int]:
+    """PyramidKV's prefix tokens per layer: max - layer * step with whole steps, beside a window.
+
+    min = base // beta, max = 2 base - min; a max beyond the prefix is cut, and min rises instead. `base` everywhere if
+    the sequence is shorter than 2 base, or in a single layer. Whole steps make the sum exceed base * num_layers.
+    """
+    if seq_len < 2 * base or num_layers == 1:
+        return [base] * num_layers
+    least = base // beta
+    most = 2 * base - least
+    if most >= seq_len - window:
+        most, least = seq_len - window, 2 * base - seq_len + window
+    step = (most - least) // (num_layers - 1)
+    return [most - layer * step for layer in range(num_layers)]
+
+
+def pyramid_inside(tokens: int, num_layers: int, seq_len: int, window: int, beta: int) -> list[int]:
+    """kvpress' tokens per layer, the window inside: real steps, rounded; `tokens` everywhere if min < window."""
+    least = Fraction(tokens, beta)
+    most = 2 * tokens - least
+    if most >= seq_len - window:
+        most, least = Fraction(seq_len - window), Fraction(2 * tokens - seq_len + window)
+    if not seq_len >= most >= least >= window:
+        return [tokens] * num_layers
+    return [round(most - layer * (most - least) / max(num_layers - 1, 1)) for layer in range(num_layers)]
+
+
+def level(counts: Sequence[int], available: Sequence[int], total: int) -> list[int]:
+    """Counts with the sum min(total, what is available): none above its `available`, the rest lowered or raised evenly.
+
+    Where the difference does not divide, the earlier layers change by one more.
+    """
+    found = [min(max(count, 0), most) for count, most in zip(counts, available, strict=True)]
+    while missing := min(total, sum(available)) - sum(found):
+        open_layers = [i for i, n in enumerate(found) if (n < available[i] if missing > 0 else n > 0)]
+        each = abs(missing) // len(open_layers)
+        for i in open_layers if each else open_layers[: abs(missing)]:
+            by = max(each, 1)
+            found[i] = min(found[i] + by, available[i]) if missing > 0 else max(found[i] - by, 0)
+    return found
+
+
 def keep_all(view: LayerView) -> Placement:
     """Nothing moves."""
     return Placement(view.tier_BHU)
@@ -45,22 +137,50 @@ def spare_units(allowance: Allowance, protected: Sequence[Tensor]) -> Tensor:
     return (allowance.bytes_B - base).clamp(min=0) // int(allowance.unit_bytes[FULL])
 
 
-def keep_best(view: LayerView, allowance: Allowance, score_BHU: Tensor, protected_BHU: Tensor) -> Placement:
-    """Full precision for the protected units and, per head, as many of the best others as the bytes pay for."""
-    if bool(settled(view, allowance).all()):
+def units_beside(
+    views: Sequence[LayerView], allowance: Allowance, protected: Sequence[Tensor], native_tokens: int
+) -> Tensor:
+    """Units [B] beside the protected ones, over all heads and given layers: what the bytes pay for.
+
+    With budget=native (`native_tokens` above 0) as many as make that number of seen tokens per head, on average.
+    """
+    if not native_tokens:
+        return spare_units(allowance, protected)
+    num_B = torch.zeros_like(views[0].seq_len_B)
+    for view, mask_BHU in zip(views, protected, strict=True):
+        seen_BHU = view.alive_BHU & (view.pos_BHU < view.seq_len_B[:, None, None])
+        num_B = num_B + native_tokens * mask_BHU.shape[1] - (mask_BHU & seen_BHU).sum((1, 2))
+    return num_B.clamp(min=0)
+
+
+def keep_best(
+    view: LayerView, allowance: Allowance, score_BHU: Tensor, protected_BHU: Tensor, native_tokens: int = 0
+) -> Placement:
+    """Full precision for the protected units and, per head, as many of the best others as `units_beside` gives."""
+    if not native_tokens and bool(settled(view, allowance).all()):
         return keep_all(view)
     heads = view.tier_BHU.shape[1]
-    num_kept = spare_units(allowance, [protected_BHU]) // heads
-    return keep_ranked(view, allowance, score_BHU, protected_BHU, num_kept[:, None].expand(-1, heads))
+    num_B = units_beside([view], allowance, [protected_BHU], native_tokens) // heads
+    return keep_ranked(view, allowance, score_BHU, protected_BHU, num_B[:, None].expand(-1, heads), native_tokens)
 
 
 def keep_ranked(
-    view: LayerView, allowance: Allowance, score_BHU: Tensor, protected_BHU: Tensor, num_BH: Tensor
+    view: LayerView,
+    allowance: Allowance,
+    score_BHU: Tensor,
+    protected_BHU: Tensor,
+    num_BH: Tensor,
+    native_tokens: int = 0,
 ) -> Placement:
     """Full precision for the protected units and the `num_BH` best others of each head."""
     ranks = rank(score_BHU, view.alive_BHU & ~protected_BHU)
-    kept = protected_BHU | (ranks < num_BH[..., None])
-    return unless_fits(view, allowance, torch.where(kept, FULL, EVICTED))
+    return keep(view, allowance, protected_BHU | (ranks < num_BH[..., None]), native_tokens)
+
+
+def keep(view: LayerView, allowance: Allowance, kept_BHU: Tensor, native_tokens: int = 0) -> Placement:
+    """Full precision for the kept units, the rest evicted; rows in which all bytes fit stay as they are."""
+    tier_BHU = torch.where(kept_BHU & view.alive_BHU, FULL, EVICTED)
+    return Placement(tier_BHU) if native_tokens else unless_fits(view, allowance, tier_BHU)
 
 
 def layer_tokens(budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> int:

@@ -249,7 +249,8 @@ class KVSession:
         probed = torch.zeros((len(step.new), width), dtype=torch.bool)
         for row in step.rows:
             start, prompt_len = step.start[row], torch.tensor(self.prompt_len[row : row + 1])
-            mask = self.policy.probe(start, start + width, prompt_len, step.phase, self._rngs.__getitem__)
+            rngs = self._rngs[row : row + 1]
+            mask = self.policy.probe(start, start + width, prompt_len, step.phase, rngs.__getitem__)
             if mask is not None:
                 probed[row] = mask[0]
         return probed.to(self.loaded.model.device) if bool(probed.any()) else None

@@ -108,11 +108,14 @@ class Lane:
     """Packed keys or packed values of one tier: E entries in (row, head, position) order and their shared parameters.
 
     `slot` tensors [E, W, ...]; `shared` parameter tensors [groups, ...]. Entry i owns group i; where groups span units,
-    `group_of` (int32 [E]) says which, unless the codec has whole groups only: then it is i // group.
+    `group_of` (int32 [E]) says which, unless the codec has whole groups only: then it is i // group. Where a group is a
+    whole segment (group=0), `shared` has one row per segment, zeros if it holds nothing. A `joined` codec stores the
+    i-th units of all heads of a row as one, H * D channels wide; `joined_counts` says how many, per row.
     """
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
+    def __init__(self, codec: Codec, num_rows: int, num_heads: int) -> None:
+        self.codec, self.num_rows, self.num_heads = codec, num_rows, num_heads
+        self.joined_counts: list[int] = []
         self.slot: tuple[Tensor, ...] = ()
         self.shared: tuple[Tensor, ...] = ()
         self.group_of: Tensor | None = None
@@ -127,12 +130,24 @@ class Lane:
         """Entries per group where groups are whole."""
         return self.codec.group if self.codec.whole else 1
 
+    @property
+    def by_segment(self) -> bool:
+        """Whether all entries of a segment share parameters; they are then encoded together, and only so."""
+        return self.codec.shared and self.codec.group == 0
+
+    @property
+    def width(self) -> int:
+        """Entries that are stored as one."""
+        return self.num_heads if self.codec.joined else 1
+
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.slot, *self.shared, *(() if self.group_of is None else (self.group_of,)))
 
     def encode(self, x_EWD: Tensor, segment_E: Tensor, reference: tuple[Tensor, ...]) -> Lane:
         """A new lane of the given units (in segment order); units of one segment share groups of `codec.group`."""
-        fresh = Lane(self.codec)
+        fresh = Lane(self.codec, self.num_rows, self.num_heads)
+        if self.by_segment:
+            return self._encode_segments(fresh, x_EWD, segment_E, reference)
         if not self.grouped:
             unit, segment_N = x_EWD.shape[1], segment_E[:: self.span]
             if len(x_EWD) % self.span or bool((segment_E.view(-1, self.span) != segment_N[:, None]).any()):
@@ -173,6 +188,27 @@ class Lane:
         fresh.shared = tuple(torch.cat(parts) for parts in zip(*shared, strict=True))
         return fresh
 
+    def _encode_segments(self, fresh: Lane, x_EWD: Tensor, segment_E: Tensor, reference: tuple[Tensor, ...]) -> Lane:
+        """All units of every segment (of every row, if they are joined) as one group."""
+        unit = x_EWD.shape[1]
+        owners = self.num_rows * self.num_heads // self.width
+        held = torch.bincount(segment_E, minlength=owners * self.width).view(owners, self.width)
+        if bool((held != held[:, :1]).any()):
+            raise ValueError("units are stored across KV heads: every head must have as many in this tier")
+        fresh.joined_counts = held[:, 0].tolist()
+        codes = [
+            (owner, self.codec.encode(_side_by_side(part, self.width), tuple(r[owner : owner + 1] for r in reference)))
+            for owner, part in enumerate(x_EWD.split(held.sum(1).tolist()))
+            if len(part)
+        ]
+        parts = zip(*(code.slot for _, code in codes), strict=True)
+        fresh.slot = tuple(torch.cat([p[0] for p in part]).unflatten(0, (-1, unit)) for part in parts)
+        fresh.shared = tuple(p.new_zeros((owners, *p.shape[1:])) for p in codes[0][1].group)
+        for owner, code in codes:
+            for rows, param in zip(fresh.shared, code.group, strict=True):
+                rows[owner] = param[0]
+        return fresh
+
     def merge(self, fresh: Lane | None, keep: Tensor, keep_at: Tensor, fresh_at: Tensor) -> None:
         """Keep old entries `keep` at new places `keep_at`, put fresh ones at `fresh_at`;
 
@@ -181,6 +217,11 @@ class Lane:
         total = len(keep_at) + len(fresh_at)
         if total == 0:
             self.slot, self.shared, self.group_of = (), (), None
+            return
+        if self.by_segment:
+            if fresh is None or len(keep_at):
+                raise ValueError("units that share parameters with all others are encoded together: set recompresses")
+            self.slot, self.shared, self.joined_counts = fresh.slot, fresh.shared, fresh.joined_counts
             return
         self.slot = _merge(self.slot, fresh.slot if fresh else (), keep, keep_at, fresh_at)
         if not self.grouped:
@@ -216,10 +257,25 @@ class Lane:
 
     def decode(self, entries_E: Tensor, segment_E: Tensor, reference: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Values [E, W, D] of the given entries; `segment_E` is theirs."""
-        group = entries_E // self.span if self.group_of is None else self.group_of[entries_E]
+        if self.codec.joined:
+            return self._decode_joined(entries_E, segment_E, dtype)
+        group = segment_E if self.by_segment else entries_E // self.span
+        if self.group_of is not None:
+            group = self.group_of[entries_E]
         slot = tuple(part.index_select(0, entries_E) for part in self.slot)
         shared = tuple(part.index_select(0, group) for part in self.shared)
         return self.codec.decode(slot, shared, tuple(r[segment_E] for r in reference), dtype)
+
+    def _decode_joined(self, entries_E: Tensor, segment_E: Tensor, dtype: torch.dtype) -> Tensor:
+        row, head, heads = segment_E // self.num_heads, segment_E % self.num_heads, self.num_heads
+        count = torch.tensor(self.joined_counts, device=entries_E.device)
+        before = count.cumsum(0) - count
+        at, where = torch.unique(entries_E - (heads - 1) * before[row] - head * count[row], return_inverse=True)
+        owner = torch.repeat_interleave(torch.arange(len(count), device=at.device), count)[at]
+        slot = tuple(part.index_select(0, at) for part in self.slot)
+        wide = self.codec.decode(slot, tuple(part.index_select(0, owner) for part in self.shared), (), dtype)
+        by_head: Tensor = wide.unflatten(2, (heads, -1))
+        return by_head[where, :, head]
 
 
 class Side:
@@ -227,13 +283,13 @@ class Side:
     between them keeps its codes on that side.
     """
 
-    def __init__(self, codecs: Sequence[Codec], device: torch.device) -> None:
+    def __init__(self, codecs: Sequence[Codec], num_rows: int, num_heads: int, device: torch.device) -> None:
         self.lanes: list[Lane] = []
         self.lane_of: list[int] = []  # per low-bit tier
         for codec in codecs:
             known = [i for i, lane in enumerate(self.lanes) if lane.codec == codec]
             if not known:
-                self.lanes.append(Lane(codec))
+                self.lanes.append(Lane(codec, num_rows, num_heads))
             self.lane_of.append(known[0] if known else len(self.lanes) - 1)
         self.reference: list[tuple[Tensor, ...]] = []  # per lane, each [B * H, ...]
         self._lanes_by_tier = torch.tensor([-1, -1, *self.lane_of], device=device)  # NOT_CODED, FULL, low-bit tiers
@@ -241,6 +297,12 @@ class Side:
     def lane_map(self, coded: Tensor) -> Tensor:
         """Lane that holds each unit's codes, -1 for none; `coded` as in UnitTable."""
         return self._lanes_by_tier[coded + 1]
+
+
+def _side_by_side(x_EWD: Tensor, width: int) -> Tensor:
+    """Units of `width` heads, head by head, as one group [1, T, width * D] of their i-th units side by side."""
+    by_head: Tensor = x_EWD.unflatten(0, (width, -1))
+    return by_head.permute(1, 2, 0, 3).reshape(1, -1, width * x_EWD.shape[2])
 
 
 def _merge(

@@ -20,7 +20,7 @@ from qevict_bench.budget import Geometry
 from qevict_bench.policy import EVICTED, FULL, KVPolicy, LayerView, Placement
 from qevict_bench.rope import Rope
 from qevict_bench.slots import Lane, Side, Slots, blocks_of
-from qevict_bench.units import NOT_CODED, Rect, UnitTable
+from qevict_bench.units import NOT_CODED, Rect, UnitTable, next_coded
 
 
 class Moves(NamedTuple):
@@ -43,11 +43,6 @@ class Change(NamedTuple):
     """Exact keys and values of the fresh units, in host memory, with promotion from there."""
 
 
-def next_coded(rect: Rect, tier_BHU: Tensor) -> Tensor:
-    """Low-bit tier that holds each unit's codes once the units are in `tier_BHU`: a promoted unit keeps them."""
-    return torch.where(tier_BHU > FULL, tier_BHU, torch.where(tier_BHU == EVICTED, NOT_CODED, rect.coded))
-
-
 class LayerStore:
     """Tokens enter by `append`, tiers change by `apply`; bytes are counted in accounting.py."""
 
@@ -63,12 +58,8 @@ class LayerStore:
         w_o: Callable[[], Tensor],
     ) -> None:
         self.policy, self.geometry, self.layer_idx, self.rope = policy, geometry, layer_idx, rope
-        self.num_rows, self.num_heads, self.device, self.dtype = (
-            num_rows,
-            geometry.num_kv_heads,
-            like.device,
-            like.dtype,
-        )
+        self.num_rows, self.num_heads = num_rows, geometry.num_kv_heads
+        self.device, self.dtype = like.device, like.dtype
         self.shared_heads = self.num_heads if policy.head_shared else 1  # KV heads behind one table entry
         table_heads = self.num_heads // self.shared_heads
         self.table = UnitTable(num_rows, table_heads, len(policy.columns), policy.unit, policy.offset, like.device)
@@ -76,8 +67,8 @@ class LayerStore:
         self.full = Slots(none, none, self.num_heads, like.new_empty((0, geometry.head_dim)))
         self.working: Slots | None = None
         self.tiers = policy.layer_tiers(layer_idx)
-        self.keys = Side([tier.key for tier in self.tiers[1:]], like.device)
-        self.values = Side([tier.value for tier in self.tiers[1:]], like.device)
+        self.keys = Side([tier.key for tier in self.tiers[1:]], num_rows, self.num_heads, like.device)
+        self.values = Side([tier.value for tier in self.tiers[1:]], num_rows, self.num_heads, like.device)
         self.host: tuple[Tensor, ...] = ()  # exact keys and values of low-bit entries, in host memory
         self.seq_len, self.prompt_len, self.event_len = [0] * num_rows, [0] * num_rows, [0] * num_rows
         self.dense = True  # nothing was moved yet: slots and positions agree

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-EVICTED, NOT_CODED = -1, -1
+EVICTED, FULL, NOT_CODED = -1, 0, -1
 
 
 class Rect(NamedTuple):
@@ -22,6 +22,11 @@ class Rect(NamedTuple):
     tier: Tensor
     coded: Tensor
     columns: Tensor
+
+
+def next_coded(rect: Rect, tier_BHU: Tensor) -> Tensor:
+    """Low-bit tier that holds each unit's codes once the units are in `tier_BHU`: a promoted unit keeps them."""
+    return torch.where(tier_BHU > FULL, tier_BHU, torch.where(tier_BHU == EVICTED, NOT_CODED, rect.coded))
 
 
 class UnitTable:
