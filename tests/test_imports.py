@@ -35,6 +35,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"cache"},
     "models": {"budget", "cache", "tiny", "weights"},
     "task": {"metrics"},
+    "leases": set(),
+    "environment": set(),
+    "progress": set(),
+    "settings": {"budget"},
+    "results": {"environment", "leases"},
+    "statistics": set(),
+    "comparison": {"results", "statistics"},
+    "alarms": {"comparison", "results", "statistics"},
+    "closing": {"alarms", "comparison", "statistics", "summary"},
 }
 METHODS_MAY_IMPORT = {f"qevict_bench.{name}" for name in ("policy", "scoring", "selection", "codecs", "budget")}
 TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache"}
