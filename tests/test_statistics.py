@@ -234,10 +234,12 @@ def test_few_examples_that_agree_prove_nothing() -> None:
     assert bootstrap([0.0] * 50).p_value() == 1.0 == exact_p([0.0] * 50)
 
 
-def test_macro_uses_only_one_subset_without_noise_as_exact() -> None:
-    lone = macro(bootstraps([[30.0], [0.0, 10.0, 20.0, 30.0]]))
+def test_macro_takes_no_subset_of_one_example_as_exact() -> None:
+    other = [0.0, 10.0, 20.0, 30.0]
+    lone = macro(bootstraps([[30.0], other]))
     assert (lone.value, lone.num_clusters) == (22.5, 5)
-    assert lone.mean_R.min() == 15.0
+    assert lone.variance == pytest.approx(np.var(other, ddof=1) * (1 + 1 / 4) / 2**2)  # as if one more of the others
+    assert np.std(lone.mean_R) == pytest.approx(lone.variance**0.5, rel=0.03)
     pooled = macro(bootstraps([[30.0], [0.0], [60.0]]))  # resampled as three examples: at least two equal picks
     assert set(pooled.mean_R.round(6)) == {0.0, 15.0, 30.0, 45.0, 60.0}
 
@@ -289,3 +291,13 @@ def test_groups_must_fit_the_values() -> None:
 def test_too_few_resamples_are_an_error() -> None:
     with pytest.raises(ValueError, match="resamples=10 are too few"):
         macro_interval([[1.0, 2.0]], resamples=10)
+
+
+def test_a_lone_example_of_a_subset_is_given_the_noise_of_the_others() -> None:
+    """60 + 1 examples of equal methods: with the single one taken for exact 4 of 10 tables would call them different."""
+    rng, called = np.random.default_rng(5), 0
+    for trial in range(400):
+        big, one = (rng.choice([-1.0, 0.0, 1.0], size=n, p=[0.2, 0.6, 0.2]).tolist() for n in (60, 1))
+        interval = macro_interval([big, one], seed=trial, resamples=500)
+        called += not interval.low <= 0 <= interval.high
+    assert called / 400 <= 0.07

@@ -13,6 +13,12 @@ FEW = 10
 """Intervals from fewer examples than this are marked."""
 PAPER_MODELS = ("llama31_8b", "qwen25_7b", "mistral_7b_v02")
 PAPER_SETTING = "The paper's setting: model=llama31_8b profile=paper (32K tokens, 500 per subset; needs a GPU)."
+WORDINGS = {
+    "own": "-style (own wording)",
+    "official": " (official prompts)",
+    "redrawn": " (official wording, drawn anew)",
+}
+"""What stands behind a task's name, by the prompt source of its rows."""
 WIDTH = 100
 _MIB = 2**20
 
@@ -37,7 +43,7 @@ def last_line(summary: Summary) -> str:
 def _title(summary: Summary) -> list[str]:
     facts = summary.facts
     variant = f" ({summary.variant})" if summary.variant else ""
-    wording = "-style (own wording)" if summary.prompt_source == "own" else f" ({summary.prompt_source} wording)"
+    wording = WORDINGS.get(summary.prompt_source, f" ({summary.prompt_source})")
     if summary.model in PAPER_MODELS:
         claim = "the paper's model: a reproduction only where context, budget, protocol, prompts and n match too"
     elif facts.small_model:

@@ -123,7 +123,8 @@ def macro(parts: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
     """The mean over subsets. `parts` must come from different seeds and have equally many resamples.
 
     Subsets of one cluster say nothing about their own noise. Two or more of them are resampled as if they were examples
-    of one subset (collapsed strata: cautious, since subsets also differ in their means); a lone one counts as exact.
+    of one subset (collapsed strata: cautious, since subsets also differ in their means); a lone one is given the noise
+    that one cluster of the other subsets has.
     Degrees of freedom after Satterthwaite, Biometrics Bulletin 2 (1946).
     """
     if not parts:
@@ -131,7 +132,9 @@ def macro(parts: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
     num = len(parts)
     weighted = [(1 / num, part) for part in parts if part.num_clusters > 1]
     lone = [part.value for part in parts if part.num_clusters == 1]
-    if lone:
+    if len(lone) == 1 and weighted:
+        weighted.append((1 / num, _borrowed(lone[0], [part for _, part in weighted], seed=(seed, num))))
+    elif lone:
         pooled = bootstrap(lone, seed=(seed, num), resamples=len(parts[0].mean_R))
         weighted.append((len(lone) / num, pooled))
     variances = [(weight**2 * part.variance, part.dof) for weight, part in weighted]
@@ -144,6 +147,14 @@ def macro(parts: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
         dof=variance**2 / spread if spread else inf,
         num_clusters=sum(part.num_clusters for part in parts),
     )
+
+
+def _borrowed(value: float, others: Sequence[Bootstrap], *, seed: Sequence[int]) -> Bootstrap:
+    """A subset of one cluster, with the mean variance that single clusters have in the other subsets."""
+    variance = float(np.mean([part.variance * part.num_clusters for part in others]))
+    noise_R = np.random.default_rng(seed).normal(0.0, variance**0.5, len(others[0].mean_R))
+    dof = min(part.dof for part in others)
+    return Bootstrap(value, value + noise_R, variance, dof if variance else inf, 1)
 
 
 def macro_interval(
