@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from qevict_bench.closing import render
-from qevict_bench.jobs import RunFailed
+from qevict_bench.results import RunFailed
 from qevict_bench.runner import run
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -44,6 +46,8 @@ def command_line(arguments: list[str]) -> int:
     for text in arguments:
         if label := re.match(r"\+*((?:method|reference|model|protocol|profile|task)\.(?:name|_target_))=", text):
             return _report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
+        if problem := _syntax(text):
+            return _report(ValueError(problem))
     # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
     sys.argv[1:] = [re.sub(r"^(method|reference|task|model)\.", r"++\g<0>", text) for text in arguments]
     try:
@@ -55,6 +59,24 @@ def command_line(arguments: list[str]) -> int:
             raise
         return _report(error)
     return 0
+
+
+def _syntax(text: str) -> str:
+    """What is wrong with FIELD=VALUE as Hydra reads it, and how to write it; "" if nothing is."""
+    field, equals, value = text.partition("=")
+    if not equals or field.startswith("-"):
+        return ""
+    if not re.fullmatch(r"[+~]*[\w./:@-]+", field):
+        return f"{text} names no field; write FIELD=VALUE, such as budget=0.2"
+    try:
+        OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), value)
+        quoted = shlex.quote(f'{field}="{escaped}"')
+        brackets = re.match(r"""["'\[{]|\w+\(""", value)
+        remedy = "close its brackets and quotes; to give it as text, write" if brackets else "quote it:"
+        return f"{text} cannot be read ({error}); {remedy} {quoted}"
+    return ""
 
 
 def _report(error: BaseException) -> int:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
 from qevict_bench import runner
-from qevict_bench.budget import Budget, BudgetExceeded, Infeasible
+from qevict_bench.budget import Budget, BudgetExceeded, Geometry, Infeasible
+from qevict_bench.jobs import Engine
 from qevict_bench.model_facts import ModelFacts
 from qevict_bench.policy import Allowance, KVPolicy, LayerView, Placement
 from qevict_bench.task import Example, Prompt, Prompter, Task
@@ -28,6 +29,14 @@ from qevict_bench.task import Example, Prompt, Prompter, Task
 class FakePolicy(KVPolicy):
     strength: int = 1
     note: str = ""
+    longest: int = 10**9
+    """No setting fits prompts with more tokens."""
+
+    def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
+        assert geometry == GEOMETRY
+        if prompt_len > self.longest:
+            raise Infeasible(f"budget={budget.spec} is too small for {prompt_len} tokens (nearest fraction 0.5)")
+        return self
 
     def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
         raise AssertionError("the fake engine never asks")
@@ -42,25 +51,53 @@ class FakeTask(Task):
     context_length: int = 64
     size: int = 1000
     data: str = "v1"
+    long: tuple[str, ...] = ()
+    """Examples with three times the context."""
+    broken: tuple[str, ...] = ()
+    """Examples whose prompt cannot be made."""
+    unscored: tuple[str, ...] = ()
+    """Examples whose answer cannot be scored."""
+    new_tokens: tuple[int, ...] = (8,)
+    """Of example i, in turns."""
+    only: tuple[str, ...] = ("test", "dev")
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self.only
+
+    @property
+    def nominal_length(self) -> int:
+        return self.context_length
 
     def __post_init__(self) -> None:
         if self.context_length < 1:
-            raise ValueError(f"task.context_length={self.context_length} is not positive; give a number of tokens")
+            raise ValueError(f"context_length={self.context_length} is not positive; give a number of tokens")
 
     def fingerprint(self) -> str:
+        if self.data == "lost":
+            raise ValueError(f"data={self.data} is not there; give another")
         return self.data
 
     def examples(self, prompter: Prompter, limit: int, seed: int, split: str) -> Iterator[Example]:
         for subset in self.subsets:
             for i in range(min(limit, self.size)):
-                context = f"{split} {seed} {subset} {i} " * 3
-                yield Example(f"{subset}-{i:04}", subset, context, "?", "", ("yes",), 8, ((0, 3),))
+                name = f"{subset}-{i:04}"
+                context = f"{split} {seed} {subset} {i} " * (9 if name in self.long else 3)
+                question = BROKEN if name in self.broken else "?"
+                new_tokens = self.new_tokens[i % len(self.new_tokens)]
+                yield Example(name, subset, context, question, "", ("yes",), new_tokens, ((0, 3),))
 
     def score(self, prediction: str, example: Example) -> float:
+        if example.id in self.unscored:
+            raise KeyError("no rule for this answer")
         return float(prediction.startswith("yes"))
 
     def metrics(self, prediction: str, example: Example) -> dict[str, float]:
         return {"match": self.score(prediction, example)}
+
+
+BROKEN = "\0"
+GEOMETRY = Geometry(num_layers=3, num_kv_heads=1, group_size=1, head_dim=8, itemsize=4)
 
 
 class ByteTokenizer:
@@ -68,6 +105,8 @@ class ByteTokenizer:
     chat_template = None
 
     def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        if BROKEN in text:
+            raise ValueError("this text has no tokens")
         return {"input_ids": [ord(c) % 256 for c in text], "offset_mapping": [(i, i + 1) for i in range(len(text))]}
 
 
@@ -153,11 +192,14 @@ def generate(
     return made
 
 
+ENGINE = Engine(generate, lambda loaded: GEOMETRY)
+
+
 def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:
     """What configs/run.yaml would compose; `changes` use double underscores for dots: method__strength=2."""
     cfg = OmegaConf.create(
         {
-            "model": {"_target_": "fakes.FakeSpec"},
+            "model": {"_target_": "fakes.FakeSpec", "name": "fake"},
             "method": {"name": "fake", "_target_": "fakes.FakePolicy"},
             "reference": {"name": "full_kv", "_target_": "fakes.FakePolicy", "strength": 0},
             "task": {"_target_": "fakes.FakeTask"},
@@ -188,6 +230,6 @@ if __name__ == "__main__":
     cfg = OmegaConf.merge(config("unset"), options)
     assert isinstance(cfg, DictConfig)
     try:
-        print(runner.run(cfg, generate).macro)
+        print(runner.run(cfg, ENGINE).macro)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import run as cli
+from qevict_bench.task import Example, Prompt, Prompter
 
 ROOT = Path(__file__).parents[1]
 TINY = ("model=tiny", "task=ruler", "task.subsets=[niah_single_1]", "task.context_length=1536", "limit=1")
@@ -59,15 +63,22 @@ MISTAKES = [
     ("reference=none", "'reference/none'.* Available options in 'reference': full_kv"),
     ("budgt=0.3", "budgt is no field; fields: model, method, .*budget, basis"),
     ("budget", "'budget' missing EQUAL"),
+    ("=3", "=3 names no field; write FIELD=VALUE"),
+    ("budget=٣t", """budget=٣t cannot be read .*; quote it: 'budget="٣t"'$"""),
+    ("model.path=it's", """model.path=it's cannot be read .*; quote it: 'model.path="it'"'"'s"'$"""),
+    ("task.subsets=[a,b", r"task.subsets=\[a,b cannot be read .*; close its brackets and quotes; .*, write 'task.subs"),
+    ("task.subsets=a]", r"task.subsets=a\] cannot be read .*; quote it: 'task.subsets=\"a\]\"'$"),
+    ('budget="0.2', """budget="0.2 cannot be read .*; close its brackets and quotes"""),
+    ("model.path=${x", "model.path=.{x cannot be read .*quote it"),
     ("method=null", "Config group override must be a string or a list"),
     ("method.widow=4", "method.widow=4 is no field of QEvict; fields: .*window"),
     ("method.window=wide", "method.window=wide has the wrong type; give an integer"),
     ("method.window=0", "method.window=0 must be at least 1"),
-    ("task.context_length=-5", "context_length=-5"),
-    ("task.context_length=200000", "context_length=200000 is out of range; use 512 to 131072"),
+    ("task.context_length=-5", "task.context_length=-5"),
+    ("task.context_length=200000", "task.context_length=200000 is out of range; use 512 to 131072"),
     ("task.context_length=long", "task.context_length=long has the wrong type; give an integer"),
     ("task.subsets=[niah_single_9]", "niah_single_9"),
-    ("task.source=web", "web"),
+    ("task.source=web", "task.source='web' is unknown"),
     ("task.source=local task.data_dir=nowhere", "nowhere"),
     ("model=local model.path=nowhere", "model.path='nowhere' is not a .*folder"),
     ("model=hub", "model=hub needs an id: model.id=OWNER/NAME"),
@@ -93,6 +104,19 @@ def test_a_mistake_is_one_line_with_value_and_remedy(run: Run, tmp_path: Path, a
     assert (code, out, len(err)) == (2, [], 1), err
     assert re.match(f"error: .*{message}", err[0])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["٣t", "it's", "[a,b", "a]", '"x', 'say "hi";', "a=b", "日本", "C:\\;\\", 'a\\"b;', "${x", "choice(1", "{", "%;"],
+)
+def test_what_a_syntax_error_tells_to_write_is_that_value(value: str) -> None:
+    advice = cli._syntax(f"model.path={value}").partition("quote it: ")[2]
+    advice = advice or cli._syntax(f"model.path={value}").partition("write ")[2]
+    (argument,) = shlex.split(advice)
+    override = OverridesParser.create().parse_override(argument)
+    assert (override.key_or_group, override.value()) == ("model.path", value)
+    assert cli._syntax(argument) == ""
 
 
 def test_a_context_longer_than_the_model_s_is_one_line(run: Run, tmp_path: Path, smollm2: object) -> None:
@@ -183,34 +207,52 @@ def test_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], cod
         assert done.stdout.splitlines()[-1].startswith("run ")
 
 
-@pytest.mark.slow
-def test_the_real_engine_after_kill_9_gives_the_rows_of_an_undisturbed_run(run: Run, tmp_path: Path) -> None:
-    command = [*TINY, "method=qevict", "budget=0.3", "limit=3", "batch_size=2", "model.dtype=bfloat16"]
-    assert run(*command, "results_dir=calm")[0] == 0
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    child = subprocess.Popen(
-        [sys.executable, str(ROOT / "run.py"), *command, "results_dir=stormy"], cwd=tmp_path, env=environment, stderr=-1
-    )
-    (own,) = [path.parent.name for path in (tmp_path / "calm").glob("*/rows.jsonl") if b'"qevict"' in path.read_bytes()]
-    file = tmp_path / "stormy" / own / "rows.jsonl"
-    while not (file.exists() and file.read_bytes()):
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.01)
-    child.kill()
-    child.communicate()
-    code, _, err = run(*command, "results_dir=stormy")
-    assert code == 0, err
-    for calm in (tmp_path / "calm").glob("*/rows.jsonl"):
-        stormy = tmp_path / "stormy" / calm.parent.name / "rows.jsonl"
-        calm_rows, stormy_rows = (
-            [
-                {name: value for name, value in json.loads(line).items() if name not in ("ttft_s", "decode_s")}
-                for line in path.read_text().splitlines()
-            ]
-            for path in (calm, stormy)
-        )
-        assert calm_rows == stormy_rows
-        assert len(calm_rows) == 4
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return sorted(rows, key=lambda row: (str(row["subset"]), row["index"]))
+
+
+@pytest.mark.parametrize("method", ["full_kv", "snapkv", "qevict"])
+def test_a_batch_gives_the_answers_of_single_examples(run: Run, tmp_path: Path, method: str) -> None:
+    """In fp32 on the CPU, through the whole runner; only bytes of padding may differ."""
+    single = ["model=tiny", "model.dtype=float32", f"method={method}", "budget=0.4", "limit=5"]
+    single += ["task.subsets=[niah_single_1,niah_multivalue]", "task.context_length=1536"]
+    answers = []
+    for size in (1, 4):
+        code, _, err = run(*single, f"batch_size={size}", f"results_dir={size}")
+        assert code == 0, err
+        (folder,) = [path for path in (tmp_path / str(size)).iterdir() if rows_in(path)[0]["method"] == method]
+        rows = [row for row in rows_in(folder) if row["index"] < 5]
+        assert {row["status"] for row in rows} == {"ok"}
+        answers.append([(row["example_id"], row["prediction"], row["new_tokens"], row["stop"]) for row in rows])
+    assert len(answers[0]) == 10
+    assert len({prediction for _, prediction, _, _ in answers[0]}) > 1
+    assert answers[0] == answers[1]
+
+
+def test_a_budget_that_fits_nothing_is_reported_without_its_reference(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(*TINY, "method=snapkv", "budget=0.001", "small_budget=refuse")
+    assert (code, len(list((tmp_path / "runs").iterdir()))) == (0, 1), err
+    assert "nearest feasible fraction is 0." in " ".join(" ".join(out).split())
+    assert out[-1].startswith("run ")
+
+
+def test_an_example_that_does_not_fit_the_model_leaves_the_others_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a task whose prompts vary: one is refused before its batch begins."""
+    encode = Prompter.encode
+
+    def longer(prompter: Prompter, example: Example) -> Prompt:
+        prompt = encode(prompter, example)
+        return replace(prompt, ids=prompt.ids * 100) if example.id.endswith("1") else prompt
+
+    monkeypatch.setattr(Prompter, "encode", longer)
+    assert run(*TINY, "method=full_kv", "limit=2", "batch_size=2")[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    first, second = rows_in(folder)
+    assert (first["status"], second["status"]) == ("ok", "infeasible")
+    assert "more than the context of tiny" in second["error"]
 
 
 def test_warnings_reach_the_user(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

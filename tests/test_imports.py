@@ -39,6 +39,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"cache"},
     "models": {"budget", "cache", "tiny", "weights"},
     "task": {"metrics"},
+    "leases": set(),
+    "environment": set(),
+    "progress": set(),
+    "settings": {"budget"},
+    "results": {"environment", "leases"},
+    "statistics": set(),
+    "comparison": {"results", "statistics"},
+    "alarms": {"comparison", "results", "statistics"},
+    "closing": {"alarms", "comparison", "statistics", "summary"},
 }
 METHODS_MAY_IMPORT = {
     f"qevict_bench.{name}"

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import fakes
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_imports import imports_of
 
-from qevict_bench.environment import Environment, code_hash, hash_of
-from qevict_bench.results import Damaged, Different, Row, open_run, read_rows, run_id
+from methods.qevict import QEvict
+from methods.snapkv import SnapKV
+from qevict_bench.closing import render
+from qevict_bench.environment import ENGINE, READ_ROWS, Environment, code_files, code_hash, hash_of
+from qevict_bench.results import (
+    SHARES,
+    SIZES,
+    Damaged,
+    Different,
+    Row,
+    RunFailed,
+    known_sizes,
+    open_run,
+    read_rows,
+    run_id,
+)
+from qevict_bench.summary import Facts, summarize
 
-ENVIRONMENT = Environment("c0de", {"torch": "2.13"}, "cpu", "some CPU", 2, "host", "abc", False)
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "qevict_bench"
+ENVIRONMENT = Environment("c0de", "5ha5ed", {"torch": "2.13"}, "cpu", "some CPU", 2, "host", "abc", False)
 ROW = Row(
-    run_id="r",
+    run_id="0123",
     model="m",
     method="x",
     variant="",
@@ -41,6 +66,8 @@ ROW = Row(
     status="ok",
     score=1.0,
     answers=("ä", "\u2028"),
+    bytes=dict.fromkeys(SIZES, 1.0),
+    fractions=dict.fromkeys(SHARES, 0.2),
 )
 
 
@@ -219,11 +246,49 @@ def test_the_run_id_depends_on_every_value_and_not_on_their_order() -> None:
     assert len({run_id(v) for v in ({"a": 1}, {"a": "1"}, {"a": 2}, {"b": 1}, {"a": 1, "b": 0})}) == 5
 
 
-def test_the_code_hash_covers_engine_methods_and_tasks() -> None:
-    root = Path(__file__).parents[1]
-    folders = {"qevict_bench": root / "src" / "qevict_bench", "methods": root / "methods", "tasks": root / "tasks"}
-    code_hash.cache_clear()
-    assert code_hash() == hash_of({name: [folder] for name, folder in folders.items()})
+class Outside(SnapKV):
+    """A user's own method, in a module of its own, that builds on one of ours."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "own"),
+    [
+        (QEvict, {"methods/qevict.py"}),
+        (fakes.FakePolicy, {"fakes.py"}),
+        (Outside, {"test_results.py", "methods/snapkv.py"}),
+    ],
+)
+def test_the_code_of_a_run_is_the_engine_and_its_own_class(cls: type, own: set[str]) -> None:
+    engine = {f"{ENGINE}/{path.relative_to(SOURCE).as_posix()}": path for path in SOURCE.rglob("*.py")}
+    files = code_files(cls)
+    assert {name for name in files if not name.startswith(ENGINE)} == own
+    assert engine.keys() - files.keys() == {f"{ENGINE}/{name}.py" for name in READ_ROWS} & engine.keys()
+    assert all(files[name] == path for name, path in engine.items() if name in files)
+
+
+def test_a_task_in_a_package_is_the_package() -> None:
+    ruler = importlib.import_module("tasks.ruler").Ruler
+    files = {f"tasks/ruler/{path.name}" for path in (ROOT / "tasks" / "ruler").glob("*.py")}
+    assert code_files(ruler).keys() - code_files().keys() == files
+
+
+def test_a_class_in_no_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="Made is defined in no file"):
+        code_files(type("Made", (), {"__module__": "nowhere"}))
+
+
+def test_no_module_that_makes_rows_imports_one_that_may_change_freely() -> None:
+    """From the engine and the jobs, through every import; runner.py alone shows what it does not write."""
+    todo, reached = ["engine", "jobs", "results", "environment", "models", "attention"], set()
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            found = imports_of(SOURCE / f"{name}.py")
+            todo += [module.split(".")[1] for module in found if module.startswith("qevict_bench.")]
+    assert {"session", "policy", "task", "leases", "settings"} <= reached
+    assert not reached & {*READ_ROWS}
+    assert all((SOURCE / f"{name}.py").exists() for name in READ_ROWS)
 
 
 def test_a_code_hash_changes_with_content_and_names(tmp_path: Path) -> None:
@@ -231,8 +296,132 @@ def test_a_code_hash_changes_with_content_and_names(tmp_path: Path) -> None:
     for name, text in (("one.py", "x = 1"), ("one.py", "x = 2"), ("one.py", "x = 1"), ("deep/two.py", "x = 1")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        hashes.append(hash_of({"methods": [tmp_path]}))
+        hashes.append(hash_of({path.name: path for path in tmp_path.rglob("*.py")}))
     assert hashes[0] == hashes[2]
     assert len(set(hashes)) == 3
-    (tmp_path / "notes.txt").write_text("no code")
-    assert hash_of({"methods": [tmp_path]}) == hashes[-1]
+    assert code_hash(QEvict) != code_hash(SnapKV)
+
+
+def environment_with(**changes: object) -> str:
+    return json.dumps({**asdict(ENVIRONMENT), **changes})
+
+
+BROKEN = ["", "[", "[]", "null", "3", "{}", "\0", '{"facts": 3}', "[" * 100_000, "{" * 9, "\ud800", "NaN"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *BROKEN,
+        environment_with(versions=[]),
+        environment_with(versions={"torch": 2}),
+        environment_with(threads="2"),
+        environment_with(extra=1),
+        environment_with(code_hash=None),
+    ],
+    ids=range(len(BROKEN) + 5),
+)
+def test_a_damaged_env_json_is_named(path: Path, text: str) -> None:
+    write(path, ROW)
+    (path / "env.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(Damaged, match="env.json cannot be read .*resume=restart"), open_run(path, "", ENVIRONMENT):
+        pass
+    with open_run(path, "", ENVIRONMENT, restart="unusable") as folder:
+        assert not folder.rows
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(text for text in BROKEN if text != "{}"),
+        '{"facts": {"available": []}}',
+        '{"facts": {"available": {"a": "3"}}}',
+        '{"facts": {"available": {"a": -1}}}',
+        '{"facts": {"available": {"a": true}}}',
+    ],
+    ids=range(len(BROKEN) + 3),
+)
+def test_a_damaged_summary_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(Damaged, match="summary.json is damaged .*delete it and run again") as caught:
+        known_sizes(tmp_path / "summary.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_of_a_sound_or_absent_summary(tmp_path: Path) -> None:
+    file = tmp_path / "summary.json"
+    assert known_sizes(file) == {}
+    file.write_text("{}")
+    assert known_sizes(file) == {}
+    file.write_text('{"facts": {"available": {"a": 3}}}')
+    assert known_sizes(file) == {"a": 3}
+
+
+FIELDS = sorted(asdict(ROW))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_tampered_row_is_read_or_named_but_never_crashes_the_reader(tmp_path_factory: Any, data: Any) -> None:
+    """What passes has the types of a row: everything that summaries compute from it works."""
+    values = asdict(ROW)
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=4,
+    )
+    for name in data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3)):
+        values[name] = data.draw(json_values)
+    file = tmp_path_factory.getbasetemp() / "tampered.jsonl"
+    file.write_text(json.dumps(values) + "\n")
+    try:
+        rows, _ = read_rows(file)
+    except Damaged:
+        return
+    (row,) = rows.values()
+    facts = Facts(4, 3, True, "full_kv", "x", 1, {})
+    summary = summarize([row], [row], facts)
+    render(summary)
+    json.dumps(summary.to_json())
+
+
+def test_rows_of_another_run_are_named(path: Path) -> None:
+    write(path, ROW)
+    path.rename(path.with_name("4567"))
+    with (
+        pytest.raises(Damaged, match="holds rows of run 0123"),
+        open_run(path.with_name("4567"), "", ENVIRONMENT),
+    ):
+        pass
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sync = os.fsync
+    with open_run(path, "", ENVIRONMENT) as folder:
+        folder.append(ROW)
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(RunFailed, match="cannot be written .No space left"):
+            folder.append(replace(ROW, example_id="a-0001"))
+    other = path.with_name("4567")
+    with pytest.raises(ValueError, match="cannot be written .No space left"), open_run(other, "", ENVIRONMENT):
+        pass
+    monkeypatch.setattr(os, "fsync", sync)
+    assert not list(other.glob("lease.*"))
+    assert "a-0000" in read_rows(path / "rows.jsonl")[0]
+
+
+def test_a_writer_that_was_taken_over_writes_no_more(path: Path) -> None:
+    with open_run(path, "", ENVIRONMENT) as folder:
+        folder.append(ROW)
+        (path / "lease.1").rename(path / "lease.2")
+        before = (path / "rows.jsonl").read_bytes()
+        late = replace(ROW, example_id="a-0001")
+        for act in (lambda: folder.append(late), lambda: folder.want(1, "a"), lambda: folder.write_summary({})):
+            with pytest.raises(RunFailed, match=r"run 0123 was taken over .*pid \d+ on .*writes no more rows"):
+                act()
+        assert (path / "rows.jsonl").read_bytes() == before
+    assert (path / "lease.2").exists()  # the other's
+    assert not (path / "summary.json").exists()

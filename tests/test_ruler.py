@@ -299,8 +299,10 @@ def test_local_folder_per_subset_and_qa_question(tmp_path: Path) -> None:
         ("[1]", "line 2: no column input, outputs, answer_prefix"),
         (_row(answer_prefix=...), "line 2: no column answer_prefix; .*write the data anew"),
         (_row(outputs=[]), r"line 2: outputs is \[\]"),
+        (_row(outputs=["a", " "]), r"line 2: outputs is .* a blank answer"),
+        (_row(outputs=["\ud83d"]), "line 2: outputs holds half a character"),
         (_row(outputs="41"), "line 2: outputs is '41'"),
-        (_row(input=3), "line 2: input is 3"),
+        (_row(input=3), "line 2: input is 3; it must be text"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, bad: Any, message: str) -> None:

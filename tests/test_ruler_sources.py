@@ -119,7 +119,7 @@ def test_every_subset_is_filled_with_the_wording_of_the_checkout(checkout: Path)
         assert all(answer in example.context for answer in example.answers)
         assert "{" not in example.context + example.question + example.answer_prefix
         assert example.answer_prefix.startswith(" ")
-    assert (task.prompt_source, task.stop, task.splits) == ("official", (), ("test", "dev"))
+    assert (task.prompt_source, task.stop, task.splits) == ("redrawn", (), ("test", "dev"))
 
 
 @pytest.mark.parametrize("subset", NIAH)
@@ -186,7 +186,22 @@ def test_other_wording_is_other_data(checkout: Path) -> None:
         ("constants.py", "TASKS = make()", "constants.py does not hold TASKS"),
         ("constants.py", "OTHER = 1", "constants.py does not hold TASKS"),
         ("constants.py", _CONSTANTS.replace("Coded. {context}", "Coded."), r"does not have \{context\} once"),
+        ("constants.py", _CONSTANTS.replace("{query}?", "{querry}?"), "constants.py does not hold .*KeyError"),
+        (
+            "constants.py",
+            _CONSTANTS.replace("A list.", "A {list."),
+            "constants.py does not hold a text that can be filled",
+        ),
+        (
+            "constants.py",
+            _CONSTANTS.replace("'tokens_to_generate': 30", "'tokens_to_generate': 0"),
+            "tokens to generate",
+        ),
         ("niah.py", "needle = 3", "niah.py does not hold needle"),
+        ("niah.py", _NIAH.replace("{value}", "it"), r"niah.py does not hold \{value\} in"),
+        ("niah.py", _NIAH.replace("{key}", "{adj}"), "niah.py does not hold a text that can be filled in .*adj"),
+        ("niah.py", _NIAH.replace('"Grey noise. More noise."', '" "'), "niah.py does not hold"),
+        ("json/PaulGrahamEssays.json", '{"text": " "}', "PaulGrahamEssays.json is missing or damaged"),
         ("variable_tracking.py", "x = 1", "variable_tracking.py does not hold the two lines of a chain"),
         ("qa.py", "", "qa.py does not hold DOCUMENT_PROMPT"),
         ("json/PaulGrahamEssays.json", None, "PaulGrahamEssays.json is missing or damaged; run download_paulgraham"),
@@ -201,6 +216,20 @@ def test_a_checkout_of_another_form_is_named(checkout: Path, file: str, text: st
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Ruler(source="ruler_repo", ruler_dir=str(checkout)).fingerprint()
+
+
+def test_the_lines_of_a_chain_are_told_apart_by_what_they_say(checkout: Path) -> None:
+    path = checkout / "scripts" / "data" / "synthetic" / "variable_tracking.py"
+    path.write_text("""
+chain.append(f"SET {new} = SET {old} ")
+if True:
+    for i in range(3):
+        chain = [f"SET {name} = {number}"]
+""")
+    (vt,) = _made(checkout, "vt", 1)
+    lines = re.findall(r"^SET (\w{5}) = (?:SET )?(\w+) ?$", vt.context, re.MULTILINE)
+    assert lines[0][1].isdigit()
+    assert [name for name, _ in lines] == list(vt.answers)
 
 
 def _rows(subset: str, count: int, length: int = 60) -> list[dict[str, Any]]:
@@ -287,5 +316,29 @@ def test_mistaken_sets_are_named(hub_set: Path, tmp_path: Path) -> None:
         _hub(tmp_path / "nowhere", "vt").fingerprint()
     rows = [{**row, "answer": "v"} for row in _rows("vt", 2)]
     _write_hub(tmp_path / "bad", {"4096": ("test", rows)})
-    with pytest.raises(ValueError, match="vt, row 0: answer is 'v'; kvpress' form has list there"):
+    with pytest.raises(ValueError, match="vt, row 0: answer is 'v'; it must be a non-empty list"):
         list(_hub(tmp_path / "bad", "vt").examples(_MERGES, 1, 0, "test"))
+    for number, (column, value, message) in enumerate(
+        [("answer", [""], "blank"), ("max_new_tokens", 0, "positive integer"), ("question", None, "must be text")]
+    ):
+        folder = tmp_path / f"bad{number}"
+        _write_hub(folder, {"4096": ("test", [{**row, column: value} for row in _rows("vt", 2)])})
+        with pytest.raises(ValueError, match=f"vt, row 0: {column} is .*{message}"):
+            list(_hub(folder, "vt").examples(_MERGES, 1, 0, "test"))
+    _write_hub(tmp_path / "bare", {"4096": ("test", [{k: v for k, v in row.items() if k != "task"} for row in rows])})
+    with pytest.raises(ValueError, match="has no column task"):
+        _hub(tmp_path / "bare", "vt").fingerprint()
+
+
+def test_prompts_that_share_documents_are_one_group(tmp_path: Path) -> None:
+    def row(documents: list[int], question: str) -> str:
+        text = "\n\n".join(f"Document {n}:\nText of {d}." for n, d in enumerate(documents, 1))
+        whole = f"Answer it.\n\n{text}\n\nAnswer it.\n\nQuestion: {question}"
+        return json.dumps({"input": whole, "outputs": ["a"], "answer_prefix": " Answer:", "length": 77})
+
+    lines = [row([1, 2, 3, 4], "Q1?"), row([9, 8, 7, 6], "Q2?"), row([4, 2, 5, 1], "Q3?"), row([1, 6, 20, 21], "Q4?")]
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(lines) + "\n")
+    task = Ruler(subsets=("qa_1",), source="local", data_dir=str(tmp_path))
+    groups = [example.group for example in task.examples(_MERGES, 9, 0, "test")]
+    assert groups == ["documents-0", "documents-1", "documents-0", "documents-2"]
+    assert task.nominal_length == 77

@@ -162,7 +162,7 @@ def test_names_of_articles_are_distinct_and_differ_between_splits(subset: str) -
     for split in ("dev", "test"):
         question = articles.question(subset, split, Random(1))
         documents = [*question.support, *islice(question.others, 3000)]
-        facts = [document.sentences[0] for document in documents]
+        facts = [document.text.split(".")[0] for document in documents]
         assert len(set(facts)) == len(facts)
         made[split] = set(facts)
     assert not made["dev"] & made["test"]
@@ -206,12 +206,27 @@ def test_sizes_are_kept_and_found_again(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b'["qa_1-0000", 3', b"\xff\xfe\n", b'{"a": 1}\n[1]\n["qa_1-0000", 90, "wrong"]\n']
+    "damage",
+    [
+        b"",
+        b'["qa_1-0000", 3',
+        b"\xff\xfe\n",
+        b'{"a": 1}\n[1]\n["qa_1-0000", 90, "wrong"]\n',
+        b'["qa_1-0000", Infinity, "x"]\n["qa_1-0000", 3000000, "x"]\n["qa_1-0000", -1, "x"]\n' + b"[" * 100_000,
+    ],
 )
 def test_damaged_sizes_are_searched_for_again(damage: bytes, tmp_path: Path) -> None:
     made = _examples("qa_1", 2)
     (file,) = (tmp_path / "cache" / "ruler").glob("*.jsonl")
     file.write_bytes(damage)
+    assert _examples("qa_1", 2) == made
+
+
+def test_a_folder_in_place_of_the_sizes_is_no_obstacle(tmp_path: Path) -> None:
+    made = _examples("qa_1", 2)
+    (file,) = (tmp_path / "cache" / "ruler").glob("*.jsonl")
+    file.unlink()
+    file.mkdir()
     assert _examples("qa_1", 2) == made
 
 
@@ -264,7 +279,7 @@ def test_squad_files(tmp_path: Path) -> None:
     first, second = made[0], made[1]
     assert first.question.startswith("Question: What is colour 0 of town 0?")
     assert first.answers == ("c0x0", "c0x0")
-    assert first.group == second.group != made[2].group
+    assert first.group == second.group == "article-0" != made[20].group
     assert first.data_source == "squad"
     documents = _documents(first)
     assert sum("Town 0 has" in text for text in documents) == 6
@@ -279,6 +294,31 @@ def test_a_corpus_that_is_too_small_says_which_length_it_fills(tmp_path: Path) -
         _examples("qa_1", 1, 20_000, qa_data_dir=str(tmp_path))
     most = int(re.search(r"use context_length=(\d+) or less", str(caught.value)).group(1))  # type: ignore[union-attr]
     assert len(_examples("qa_1", 1, most, qa_data_dir=str(tmp_path))) == 1
+
+
+def test_a_small_file_says_so_instead_of_ending_early(tmp_path: Path) -> None:
+    paragraph = {"context": "The colour is red.", "qas": [{"question": "Colour?", "answers": [{"text": "red"}]}]}
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    assert Ruler(subsets=("qa_1",), qa_data_dir=str(tmp_path)).fingerprint()
+    with pytest.raises(ValueError, match="qa_1: the data give .* tokens, too few"):
+        _examples("qa_1", 1, 1024, qa_data_dir=str(tmp_path))
+
+
+def test_long_sentences_and_odd_spaces_of_files_are_no_obstacle(tmp_path: Path) -> None:
+    """The last document is cut after a word, and texts stay as they are: an answer over two spaces is still found."""
+    paragraphs = [
+        {
+            "context": f"Paragraph {i} says  twice{i}  spaced\nwords " + f"and then word{i} " * 150,
+            "qas": [{"question": f"Q{i}?", "answers": [{"text": f"twice{i}  spaced\nwords"}]}],
+        }
+        for i in range(80)
+    ]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": [p]} for p in paragraphs]}))
+    made = _examples("qa_1", 40, 2500, qa_data_dir=str(tmp_path))
+    assert len(made) == 40
+    for example in made:
+        assert 0.9 * 2500 <= _MERGES.count(example) + example.max_new_tokens <= 2500
+        assert [example.context[a:b] for a, b in example.answer_spans] == list(example.answers)
 
 
 @pytest.mark.parametrize("hub_form", [True, False])
@@ -310,6 +350,16 @@ def test_hotpotqa_files(tmp_path: Path, hub_form: bool) -> None:
         ("{", "is not a file of squad"),
         ('{"data": 3}', "is not a file of squad"),
         ('{"data": []}', "has no answerable question"),
+        (
+            '{"data": [{"paragraphs": [{"context": "", "qas": [{"question": "Q?", "answers": [{"text": "a"}]}]}]}]}',
+            "squad",
+        ),
+        (
+            '{"data": [{"paragraphs": [{"context": "C", "qas": [{"question": "Q?", "answers": [{"text": " "}]}]}]}]}',
+            "blank",
+        ),
+        ('{"data": [{"paragraphs": [{"context": "C \\ud83d", "qas": []}]}]}', "half a character"),
+        ("[" * 100_000, "is not a file of squad"),
         (None, "no data of qa_1"),
     ],
 )
@@ -318,6 +368,23 @@ def test_bad_question_files_are_named(tmp_path: Path, content: str | None, messa
         (tmp_path / "squad.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         Ruler(subsets=("qa_1",), qa_data_dir=str(tmp_path)).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context": []}, "none of its supporting facts"),
+        ({"context": [["T", "text"]]}, "sentences are 'text'"),
+        ({"answer": None}, "answer is None|it must be text"),
+        ({"answer": ""}, "blank"),
+        ({"supporting_facts": [["Elsewhere", 0]]}, "none of its supporting facts"),
+    ],
+)
+def test_bad_rows_of_hotpotqa_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    row = {"question": "Q?", "answer": "a", "context": [["T", ["Text a."]]], "supporting_facts": [["T", 0]]}
+    (tmp_path / "hotpotqa.json").write_text(json.dumps([row | change]))
+    with pytest.raises(ValueError, match=f"is not a file of hotpotqa.*({message})"):
+        Ruler(subsets=("qa_2",), qa_data_dir=str(tmp_path)).fingerprint()
 
 
 @pytest.mark.skipif(not (_SHARED / "squad").is_dir(), reason="samples of SQuAD and HotpotQA are not at hand")

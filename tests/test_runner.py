@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,15 +17,16 @@ from typing import Any
 import fakes
 import pytest
 from omegaconf import DictConfig
+from test_leases import plant
 
 from qevict_bench import closing, runner
-from qevict_bench.jobs import RunFailed
-from qevict_bench.results import read_rows
+from qevict_bench.jobs import Engine
+from qevict_bench.results import RunFailed, open_run, read_rows
 from qevict_bench.summary import Summary
 
 ROOT = Path(__file__).parents[1]
 Start = Callable[..., subprocess.Popen[str]]
-VOLATILE = ("ttft_s", "decode_s")
+VOLATILE = ("ttft_s", "decode_s", "git_sha")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Summary]:
-    return lambda **changes: runner.run(fakes.config(tmp_path, **changes), fakes.generate)
+    return lambda **changes: runner.run(fakes.config(tmp_path, **changes), fakes.ENGINE)
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def test_the_reference_is_shared_by_all_budgets(tmp_path: Path, change: dict[str
 def test_the_reference_as_method_is_the_reference_run_at_budget_1(tmp_path: Path) -> None:
     own = fakes.config(tmp_path, method={"name": "full_kv", "_target_": "fakes.FakePolicy", "strength": 0})
     assert ids_of(own) == (ids_of(fakes.config(tmp_path))[1],) * 2
-    summary = runner.run(own, fakes.generate)
+    summary = runner.run(own, fakes.ENGINE)
     assert (summary.budget, summary.macro, summary.overall and summary.overall.diff.value) == ("1.0", 100.0, 0.0)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -124,7 +127,15 @@ def test_the_reference_as_method_is_the_reference_run_at_budget_1(tmp_path: Path
 def test_rows_and_summary_say_what_was_run(run: Callable[..., Summary], tmp_path: Path) -> None:
     summary = run(limit=3)
     folder = tmp_path / summary.run_id
-    assert {p.name for p in folder.iterdir()} == {"config.yaml", "env.json", "rows.jsonl", "summary.json", "lock"}
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml",
+        "env.json",
+        "lock",
+        "rows.jsonl",
+        "summary.json",
+        "wanted.json",
+    }
+    assert json.loads((folder / "wanted.json").read_text()) == {"limit": 3, "subsets": ["easy", "hard"]}
     rows = rows_of(folder)
     assert [row["example_id"] for row in rows] == [f"{s}-{i:04}" for s in ("easy", "hard") for i in range(3)]
     assert {row["status"] for row in rows} == {"ok"}
@@ -169,7 +180,7 @@ def test_a_larger_limit_runs_only_what_is_missing(run: Callable[..., Summary], c
     run(limit=2)
     calls()
     run(limit=3)
-    assert calls() == ["0 easy-0002", "0 hard-0002", "1 easy-0002", "1 hard-0002"]
+    assert calls() == ["1 easy-0002", "1 hard-0002", "0 easy-0002", "0 hard-0002"]
 
 
 def test_blocks_do_not_depend_on_limit_or_on_what_is_done(
@@ -178,7 +189,7 @@ def test_blocks_do_not_depend_on_limit_or_on_what_is_done(
     summary = run(limit=6, batch_size=3)
     blocks = sorted(calls())
     undisturbed = rows_of(tmp_path / summary.run_id)
-    again = runner.run(fakes.config(tmp_path / "2", limit=4, batch_size=3), fakes.generate)
+    again = runner.run(fakes.config(tmp_path / "2", limit=4, batch_size=3), fakes.ENGINE)
     assert sorted(calls()) == blocks  # the block that limit 4 cuts runs whole
     assert rows_of(tmp_path / "2" / again.run_id) == undisturbed
     assert again.num_examples == 8
@@ -226,16 +237,93 @@ def test_a_run_of_only_errors_fails_with_the_reason(
         run()
 
 
+def statuses(folder: Path) -> dict[str, str]:
+    return {row["example_id"]: row["status"] for row in rows_of(folder)}
+
+
 def test_infeasible_examples_are_no_errors_and_are_not_retried(
+    run: Callable[..., Summary], calls: Callable[[], list[str]]
+) -> None:
+    options = {"task__long": ["hard-0000", "hard-0002"], "task__context_length": 200, "method__longest": 60}
+    summary = run(**options)
+    assert (summary.num_examples, summary.num_errors, summary.num_infeasible) == (6, 0, 2)
+    assert "budget=0.2 is too small for 126 tokens (nearest fraction 0.5)" in summary.problem
+    assert summary.overall is not None
+    assert summary.overall.num_pairs == 6
+    calls()
+    run(**options)
+    assert calls() == []
+
+
+def test_a_method_that_fits_nowhere_is_reported_without_running_its_reference(
+    run: Callable[..., Summary], calls: Callable[[], list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = run(method__longest=10)
+    assert (summary.num_examples, summary.num_errors, summary.num_infeasible) == (0, 0, 8)
+    assert (summary.overall, summary.macro) == (None, None)
+    assert calls() == []
+    assert [path.name for path in tmp_path.iterdir()] == [summary.run_id]
+    assert "nearest fraction 0.5" in closing.render(summary)
+    assert "easy-0000 infeasible: budget=0.2 is too small for 42 tokens" in caplog.text
+    assert "8 examples have status infeasible" in caplog.text
+    assert caplog.text.count("too small") == 1
+
+
+def test_a_method_that_always_fails_does_not_run_its_reference(
     run: Callable[..., Summary], calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_INFEASIBLE", "hard")
-    summary = run()
-    assert (summary.num_examples, summary.num_errors, summary.num_infeasible) == (4, 0, 4)
-    assert list(summary.subsets) == ["easy"]
-    calls()
-    run()
-    assert calls() == []
+    monkeypatch.setenv("FAKE_RUNTIMEERROR", "-")
+    with pytest.raises(RunFailed, match="no example of run"):
+        run()
+    assert {line[0] for line in calls()} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "error"),
+    [
+        ({"task__broken": ["easy-0001"]}, "error", "ValueError: this text has no tokens"),
+        ({"task__unscored": ["easy-0001"]}, "error", "KeyError: 'no rule for this answer'"),
+        ({"task__long": ["easy-0001"], "method__longest": 60}, "infeasible", "too small for 126 tokens"),
+        (
+            {"task__long": ["easy-0001"], "model__max_context": 100},
+            "infeasible",
+            r"easy-0001 needs 135 tokens \(127 \+ 8 new ones\), more than the context of fake \(100\)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_one_example_leaves_its_batch_alone(
+    run: Callable[..., Summary], calls: Callable[[], list[str]], tmp_path: Path, options: Any, status: str, error: str
+) -> None:
+    summary = run(batch_size=4, **options)
+    found = statuses(tmp_path / summary.run_id)
+    assert found.pop("easy-0001") == status
+    assert set(found.values()) == {"ok"}
+    assert re.search(error, summary.problem)
+    batch = [line for line in calls() if line.startswith("1 easy")]
+    others = [f"easy-000{i}" for i in (0, 1, 2, 3) if i != 1 or "task__unscored" in options]
+    assert batch == [f"1 {' '.join(others)}"]
+
+
+def test_an_exception_of_the_engine_marks_whom_it_ran_together_and_says_so(
+    run: Callable[..., Summary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is split where max_new_tokens changes; only the part that failed is marked, and runs again whole."""
+    options = {"batch_size": 4, "task__new_tokens": [8, 8, 4, 4]}
+    monkeypatch.setenv("FAKE_RUNTIMEERROR", "easy-0001")
+    summary = run(**options)
+    found = statuses(tmp_path / summary.run_id)
+    assert [name for name, status in found.items() if status == "error"] == ["easy-0000", "easy-0001"]
+    assert summary.problem == "RuntimeError: easy-0001 went wrong (batch easy-0000 .. easy-0001)"
+    monkeypatch.delenv("FAKE_RUNTIMEERROR")
+    assert run(**options).num_examples == 8
+
+
+def test_overflow_is_counted_and_nothing_is_cut(run: Callable[..., Summary], tmp_path: Path) -> None:
+    summary = run(task__context_length=100, task__long=["easy-0001"])
+    rows = {row["example_id"]: row for row in rows_of(tmp_path / summary.run_id)}
+    long = rows.pop("easy-0001")
+    assert (long["status"], long["prompt_tokens"], long["overflow_tokens"]) == ("ok", 127, 127 + 8 - 100)
+    assert {(row["overflow_tokens"], row["truncated_tokens"]) for row in rows.values()} == {(0, 0)}
 
 
 def test_going_over_the_budget_ends_the_run(
@@ -256,12 +344,99 @@ def test_an_interrupted_run_continues(
     monkeypatch.delenv("FAKE_KEYBOARDINTERRUPT")
     calls()
     run()
-    assert calls() == [f"1 hard-000{i}" for i in range(4)]
+    assert [line for line in calls() if line.startswith("1")] == [f"1 hard-000{i}" for i in range(4)]
 
 
-def test_prompts_longer_than_the_model_are_error_rows_that_say_so(run: Callable[..., Summary]) -> None:
-    with pytest.raises(RunFailed, match=r"easy-0000 needs 5\d tokens, more than the context of fake \(50\)"):
-        run(model__max_context=50, task__context_length=40)
+def test_prompts_longer_than_the_model_are_infeasible_and_say_so(run: Callable[..., Summary]) -> None:
+    summary = run(model__max_context=50, task__context_length=40)
+    assert (summary.num_examples, summary.num_infeasible) == (0, 8)
+    assert re.match(r"easy-0000 needs 51 tokens .43 . 8 new ones., more than the context of fake .50.", summary.problem)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "env.json", "rows.jsonl"])
+@pytest.mark.parametrize("text", ["[", "[]\n", "null\n", '{"facts": {"available": 3}}\n', "[" * 100_000 + "\n"])
+def test_a_tampered_file_is_one_line(run: Callable[..., Summary], tmp_path: Path, name: str, text: str) -> None:
+    summary = run(limit=1)
+    file = tmp_path / summary.run_id / name
+    file.write_text(text if name != "rows.jsonl" else file.read_text() + text + file.read_text())
+    with pytest.raises(ValueError, match=name) as caught:
+        run(limit=2)
+    assert "\n" not in str(caught.value)
+    assert run(limit=2, resume="restart").num_examples == 4
+
+
+def test_a_file_that_became_a_folder_is_one_line(run: Callable[..., Summary], tmp_path: Path) -> None:
+    summary = run(limit=1)
+    for name in ("summary.json", "env.json", "rows.jsonl"):
+        file = tmp_path / summary.run_id / name
+        content = file.read_bytes()
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(ValueError, match=name):
+            run(limit=2)
+        file.rmdir()
+        file.write_bytes(content)
+
+
+def test_a_split_the_task_lacks_is_refused_before_the_model_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "describe", None)
+    with pytest.raises(ValueError, match="split=dev: fake .*; choose one of test"):
+        runner.make_plan(fakes.config(tmp_path, split="dev", task__only=["test"]))
+
+
+def test_a_run_held_by_another_machine_is_refused_until_its_lease_expires(
+    run: Callable[..., Summary], tmp_path: Path
+) -> None:
+    folder = tmp_path / run(limit=1).run_id
+    lease = plant(folder, age_s=20)
+    with pytest.raises(ValueError, match=rf"run {folder.name} is held by pid 77 on elsewhere, .*heartbeat 2\d s ago; "):
+        run(limit=2)
+    os.utime(lease, (1, 1))
+    assert run(limit=2).num_examples == 4
+    assert not list(folder.glob("lease.*"))
+
+
+def test_a_run_without_file_locks(run: Callable[..., Summary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system without a lock service: the lease alone protects, and nothing is left of it."""
+
+    def refuse(stream: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    folder = tmp_path / run(limit=1).run_id
+    environment = runner.make_plan(fakes.config(tmp_path)).job.environment
+    owner = f"run {folder.name} is held by pid {os.getpid()} on "
+    with open_run(folder, "", environment), pytest.raises(ValueError, match=owner):
+        run(limit=2)
+    assert run(limit=2).num_examples == 4
+    assert not list(tmp_path.glob("*/lease.*"))
+
+
+def test_rows_of_a_foreign_subset_are_named(run: Callable[..., Summary], tmp_path: Path) -> None:
+    summary = run(limit=1)
+    file = tmp_path / summary.run_id / "rows.jsonl"
+    file.write_text(file.read_text().replace('"subset": "easy"', '"subset": "harsh"'))
+    with pytest.raises(ValueError, match="rows.jsonl is damaged .harsh is no subset of the task"):
+        run(limit=1)
+
+
+def test_an_edit_to_a_method_concerns_its_own_runs_only(
+    run: Callable[..., Summary], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own method in a file of its own: after an edit its unfinished run is refused, the reference is not."""
+    folder = tmp_path_factory.mktemp("own")
+    monkeypatch.syspath_prepend(folder)
+    source = "import dataclasses\nimport fakes\n@dataclasses.dataclass(frozen=True)\nclass Own(fakes.FakePolicy): ...\n"
+    (folder / "own_policy.py").write_text(source)
+    own = {"name": "own", "_target_": "own_policy.Own", "strength": 3}
+    run(method=own, limit=2)
+    (folder / "own_policy.py").write_text(source + "# edited\n")
+    assert run(limit=3).num_examples == 6
+    with pytest.raises(ValueError, match="begun under other conditions .code .* -> "):
+        run(method=own, limit=3)
+    assert run(method=own, limit=3, resume="restart").num_examples == 6
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -282,9 +457,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"task__context_length": -1}, "task.context_length=-1 "),
     ({"task__context_length": "long"}, "task.context_length=long .*an integer"),
     ({"task__context_length": 513}, r"task.context_length=513 is longer than the context of fake \(512 tokens\)"),
+    ({"task__data": "lost"}, "task.data=lost is not there; give another"),
+    ({"task__only": ["test"], "split": "dev"}, "split=dev: fake .*no such split; choose one of test"),
+    ({"task": {"_target_": "fakes.Nothing"}}, "task._target_=fakes.Nothing is no .*AttributeError: .*Nothing"),
+    ({"task": {"_target_": "fakes.describe"}}, "task._target_=fakes.describe is no dataclass"),
+    ({"method": {"_target_": "nowhere.X"}}, "method._target_=nowhere.X is no .*No module named 'nowhere'"),
+    ({"method": {"_target_": "X"}}, "method._target_=X is no dataclass that can be imported"),
     ({"task__subsets": "easy"}, "task.subsets=easy .*a list"),
     ({"task__nonsense": 1}, "task.nonsense=1 is no field of FakeTask; fields: .*subsets"),
-    ({"method__nonsense": 1}, "method.nonsense=1 is no field of FakePolicy; fields: strength, note"),
+    ({"method__nonsense": 1}, "method.nonsense=1 is no field of FakePolicy; fields: strength, note, longest"),
     ({"method__strength": "strong"}, "method.strength=strong .*an integer"),
     ({"model__weights": "???"}, "weights has no value; set .*weights="),
     ({"model__weights": "broken"}, "model.weights=broken"),
@@ -295,7 +476,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_mistakes_are_named_and_leave_nothing_behind(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     target = tmp_path / "runs"
     with pytest.raises(ValueError, match=message) as caught:
-        runner.run(fakes.config(target, **change), fakes.generate)
+        runner.run(fakes.config(target, **change), fakes.ENGINE)
     assert "\n" not in str(caught.value)
     assert not target.exists() or not list(target.iterdir())
 
@@ -333,16 +514,16 @@ def num_lines(path: Path) -> int:
 def test_rows_after_kill_9_equal_those_of_an_undisturbed_run(tmp_path: Path, process: Start) -> None:
     cfg = fakes.config(tmp_path / "calm", batch_size=2, limit=5)
     plan = runner.make_plan(cfg)
-    runner.run(cfg, fakes.generate)
+    runner.run(cfg, fakes.ENGINE)
     folders = (plan.reference.run_id, plan.job.run_id)
     stormy = tmp_path / "stormy"
-    for folder, lines in [(folders[0], 1), (folders[0], 9), (folders[1], 1), (folders[1], 6)]:
+    for folder, lines in [(folders[1], 1), (folders[1], 6), (folders[0], 1), (folders[0], 9)]:
         child = process(stormy, "batch_size=2", "limit=5", FAKE_SLEEP_S="0.05")
         file = stormy / folder / "rows.jsonl"
         wait_for(lambda file=file, lines=lines: num_lines(file) >= lines, child)
         child.send_signal(signal.SIGKILL)
         child.communicate()
-    runner.run(fakes.config(stormy, batch_size=2, limit=5), fakes.generate)
+    runner.run(fakes.config(stormy, batch_size=2, limit=5), fakes.ENGINE)
     for folder in folders:
         calm_rows = rows_of(tmp_path / "calm" / folder)
         assert len(calm_rows) == 12  # limit 5 runs three whole blocks of 2 per subset
@@ -352,9 +533,9 @@ def test_rows_after_kill_9_equal_those_of_an_undisturbed_run(tmp_path: Path, pro
 def test_of_two_identical_commands_one_names_the_other_and_stops(tmp_path: Path, process: Start) -> None:
     plan = runner.make_plan(fakes.config(tmp_path))
     first = process(tmp_path, FAKE_SLEEP_S="0.3")
-    wait_for(lambda: num_lines(tmp_path / plan.reference.run_id / "rows.jsonl"), first)
+    wait_for(lambda: num_lines(tmp_path / plan.job.run_id / "rows.jsonl"), first)
     with pytest.raises(ValueError, match=rf"run {plan.job.run_id} is held by pid {first.pid} on "):
-        runner.run(fakes.config(tmp_path), fakes.generate)
+        runner.run(fakes.config(tmp_path), fakes.ENGINE)
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors
     assert num_lines(tmp_path / plan.job.run_id / "rows.jsonl") == 8
@@ -366,7 +547,7 @@ def test_two_methods_at_once_share_one_reference_run(
     plan = runner.make_plan(fakes.config(tmp_path))
     first = process(tmp_path, FAKE_SLEEP_S="0.3")
     wait_for(lambda: num_lines(tmp_path / plan.reference.run_id / "rows.jsonl"), first)
-    summary = runner.run(fakes.config(tmp_path, method__strength=2), fakes.generate)
+    summary = runner.run(fakes.config(tmp_path, method__strength=2), fakes.ENGINE)
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors
     waited = capsys.readouterr().err
@@ -423,7 +604,7 @@ def test_the_report_marks_subsets_on_which_the_reference_fails(tmp_path: Path) -
         hard = options["example_ids"][0].startswith("hard")
         return [fakes.FakeGeneration(**{**vars(g), "text": "no"}) if hard else g for g in made]
 
-    summary = runner.run(cfg, generate)
+    summary = runner.run(cfg, Engine(generate, fakes.ENGINE.geometry_of))
     text = closing.render(summary)
     hard = next(line for line in text.splitlines() if line.startswith("hard"))
     assert hard.endswith("floor")

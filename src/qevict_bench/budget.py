@@ -78,7 +78,7 @@ class Budget:
         if self.native:
             return
         try:
-            if len(self.spec) > 20 or "e" in self.spec.lower():  # an exponent could ask for astronomic integers
+            if len(self.spec) > 20 or "e" in self.spec.lower() or not self.spec.isascii():  # no astronomic exponents
                 raise ValueError
             if self.spec.endswith("t"):
                 if not 1 <= int(self.spec[:-1]) <= 10**9:

@@ -1,20 +1,31 @@
-"""The closing report of a run: plain text, at most 100 columns."""
+"""The closing report of a run: plain text, at most 100 columns (names longer than 40 characters excepted)."""
 
 from __future__ import annotations
 
-from qevict_bench.statistics import Interval
-from qevict_bench.summary import FLOOR, Comparison, Summary
+from textwrap import wrap
+
+from qevict_bench import alarms
+from qevict_bench.comparison import Comparison, shown_p
+from qevict_bench.statistics import ALPHA, Interval
+from qevict_bench.summary import Summary
 
 FEW = 10
 """Intervals from fewer examples than this are marked."""
 PAPER_MODELS = ("llama31_8b", "qwen25_7b", "mistral_7b_v02")
 PAPER_SETTING = "The paper's setting: model=llama31_8b profile=paper (32K tokens, 500 per subset; needs a GPU)."
+WORDINGS = {
+    "own": "-style (own wording)",
+    "official": " (official prompts)",
+    "redrawn": " (official wording, drawn anew)",
+}
+"""What stands behind a task's name, by the prompt source of its rows."""
+WIDTH = 100
 _MIB = 2**20
 
 
 def render(summary: Summary) -> str:
     """The whole report; its last line is `last_line(summary)`."""
-    parts = (_title(summary), _scores(summary), _memory(summary), _routing(summary), _notes(summary))
+    parts = (_title(summary), _scores(summary), _memory(summary), _routing(summary), _alarms(summary), _notes(summary))
     return "\n\n".join("\n".join(lines) for lines in (*parts, [last_line(summary)]) if lines)
 
 
@@ -32,7 +43,7 @@ def last_line(summary: Summary) -> str:
 def _title(summary: Summary) -> list[str]:
     facts = summary.facts
     variant = f" ({summary.variant})" if summary.variant else ""
-    wording = "-style (own wording)" if summary.prompt_source == "own" else f" ({summary.prompt_source} wording)"
+    wording = WORDINGS.get(summary.prompt_source, f" ({summary.prompt_source})")
     if summary.model in PAPER_MODELS:
         claim = "the paper's model: a reproduction only where context, budget, protocol, prompts and n match too"
     elif facts.small_model:
@@ -49,6 +60,11 @@ def _title(summary: Summary) -> list[str]:
 
 
 def _scores(summary: Summary) -> list[str]:
+    if summary.all_infeasible:
+        return [
+            f"Nothing could be run: all {summary.num_infeasible} examples are infeasible at budget {summary.budget}.",
+            *_wrapped(summary.problem),
+        ]
     if summary.overall is None:
         return ["No example is ok in both runs: there are no scores to compare."]
     macro = [("macro, all subsets", summary.overall)]
@@ -60,20 +76,25 @@ def _scores(summary: Summary) -> list[str]:
     header = f"{'subset':{width}}  {'n':>5}  {'FullKV':>6}  {label:>{own}}  {'difference, 95 % interval':<25}"
     rule = "-" * (len(header) + 15)
     lines = [header.rstrip(), rule]
-    lines += [_score_line(name, comparison, width, own) for name, comparison in summary.subsets.items()]
-    lines += [rule, *(_score_line(name, comparison, width, own) for name, comparison in macro)]
-    lines.append(f"Macro differences under +-{summary.overall.noise:.1f} points are noise at this n.")
-    if any(comparison.at_floor for comparison in summary.subsets.values()):
-        lines.append(f"floor: FullKV below {FLOOR:.0f}, so the subset says little about a method.")
+    for name, comparison in summary.subsets.items():
+        lines.append(_score_line(name, comparison, width, own, "*" if summary.adjusted[name] <= ALPHA else ""))
+    lines += [rule, *(_score_line(name, comparison, width, own, "") for name, comparison in macro)]
+    overall = summary.overall
+    counts = f"{overall.wins}/{overall.ties}/{overall.losses}"
+    lines.append(f"All subsets: p {shown_p(overall.p)} (bootstrap), wins/ties/losses {counts}.")
+    lines.append(f"Macro differences under +-{overall.noise:.1f} points are noise at this n.")
+    if any(p <= ALPHA for p in summary.adjusted.values()):
+        lines.append("*: differs from FullKV (exact test on wins and losses, 5 % after Holm over the subsets)")
+    if overall.num_clusters < overall.num_pairs:
+        lines.append(f"The {overall.num_pairs} examples share {overall.num_clusters} contexts, resampled as such.")
     return lines
 
 
-def _score_line(name: str, comparison: Comparison, width: int, own: int) -> str:
+def _score_line(name: str, comparison: Comparison, width: int, own: int, star: str) -> str:
     marks = [f"n < {FEW}"] * (comparison.num_pairs < FEW) + ["floor"] * comparison.at_floor
-    diff = _interval(comparison.diff)
     return (
         f"{name:{width}}  {comparison.num_pairs:5}  {comparison.reference:6.1f}  {comparison.score:{own}.1f}  "
-        f"{diff:<25}  {', '.join(marks)}"
+        f"{_interval(comparison.diff):<25}{star:<1} {', '.join(marks)}"
     ).rstrip()
 
 
@@ -84,7 +105,7 @@ def _memory(summary: Summary) -> list[str]:
     payload = sum(size for name, size in sizes.items() if name.startswith("payload."))
     other = ("params", "table", "reference")
     metadata = sum(size for name, size in sizes.items() if name.split(".")[0] in other)
-    state = "matched" if summary.matched else "unmatched: compare at its achieved bytes only"
+    state = "matched" if summary.matched else "unmatched"
     return [
         "Cache as a share of FullKV's bytes at the same step, mean over examples",
         f"  allowed {_share(memory.allowed)}, after prefill {_share(memory.after_prefill)}, "
@@ -118,11 +139,23 @@ def _routing(summary: Summary) -> list[str]:
     return lines
 
 
+def _alarms(summary: Summary) -> list[str]:
+    if not summary.alarms or summary.all_infeasible:
+        return []
+    return [
+        "Before you believe the scores:",
+        *(text for line in alarms.lines(summary.alarms) for text in _wrapped(line)),
+    ]
+
+
+def _wrapped(line: str) -> list[str]:
+    return wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
 def _notes(summary: Summary) -> list[str]:
     lines = []
-    if summary.num_errors or summary.num_infeasible:
-        lines.append(f"{summary.num_errors} errors (the next run retries them), {summary.num_infeasible} infeasible.")
-        lines.append(f"The first: {summary.problem}")
+    if summary.problem and not summary.all_infeasible:
+        lines += ["The first example without a score:", *_wrapped(summary.problem)]
     for name, count in summary.facts.available.items():
         lines.append(f"{name} has {count} examples, fewer than limit={summary.facts.limit}.")
     return [*lines, PAPER_SETTING]

@@ -1,23 +1,27 @@
-"""What produced a row: code, library versions, machine. Rows of different origins are never mixed in one run."""
+"""What produced a row: code, library versions, machine. Rows of different origins are never mixed in one run.
+
+The code of a run is the engine, the policy's file and the task's package; other methods and tasks may change freely.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
-_CODE = ("qevict_bench", "methods", "tasks")
+ENGINE = "qevict_bench"
+READ_ROWS = ("alarms", "closing", "comparison", "progress", "statistics", "summary")
+"""Modules of the engine that only read rows or show progress: no row depends on them, so they may change."""
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "hydra-core")
 
 
@@ -26,6 +30,9 @@ class Environment:
     """Recorded as env.json. `code_hash`, `versions` and `device` decide whether a run may be continued."""
 
     code_hash: str
+    """Of engine, task and method."""
+    shared_hash: str
+    """Of engine and task: what runs of several methods have in common."""
     versions: dict[str, str]
     device: str
     """Device type: "cpu" or "cuda"."""
@@ -36,13 +43,30 @@ class Environment:
     git_dirty: bool
 
     @classmethod
-    def current(cls, device: str) -> Self:
-        """Describe this process; `device` is where the model runs, such as "cpu" or "cuda"."""
+    def current(cls, device: str, policy: type, task: type) -> Self:
+        """Describe this process, which runs a policy on a task; `device` is where the model runs ("cpu", "cuda")."""
+        import torch  # here, so that reading results does not take seconds
+
         sha, dirty = _git()
         kind = torch.device(device).type
         name = torch.cuda.get_device_name(device) if kind == "cuda" else cpu_name()
         versions = {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES}
-        return cls(code_hash(), versions, kind, name, torch.get_num_threads(), socket.gethostname(), sha, dirty)
+        threads, host = torch.get_num_threads(), socket.gethostname()
+        code = code_hash(policy, task), code_hash(task)
+        return cls(*code, versions, kind, name, threads, host, sha, dirty)
+
+    @classmethod
+    def from_json(cls, values: Any) -> Self:
+        """Inverse of to_json; raises ValueError for anything else."""
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or values.keys() != names:
+            raise ValueError(f"it is not an object with the fields {', '.join(sorted(names))}")
+        versions = values["versions"]
+        texts = [values[name] for name in names - {"versions", "threads", "git_dirty"}]
+        texts += [*versions, *versions.values()] if isinstance(versions, dict) else [versions]
+        if any(not isinstance(text, str) for text in texts) or type(values["threads"]) is not int:
+            raise ValueError("a field has another type")
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,21 +78,46 @@ class Environment:
         return [f"{n} {mine.get(n, 'none')} -> {theirs.get(n, 'none')}" for n in names if mine.get(n) != theirs.get(n)]
 
 
-@cache
-def code_hash() -> str:
-    """Hash of every Python file of the engine, the methods and the tasks."""
-    specs = {package: find_spec(package) for package in _CODE}
-    return hash_of({name: [*(spec.submodule_search_locations or ())] for name, spec in specs.items() if spec})
+def code_hash(*classes: type) -> str:
+    """Hash of the engine (without READ_ROWS) and of the code of `classes`, the policy's and the task's."""
+    return hash_of(code_files(*classes))
 
 
-def hash_of(packages: Mapping[str, Sequence[str | Path]]) -> str:
-    """Hash of the Python files below the folders of each package, by relative path and content."""
+def code_files(*classes: type) -> dict[str, Path]:
+    """The files that `code_hash` covers, by a name that does not depend on where they lie.
+
+    A class's code is its module's file, or all of its package if that is no top-level one (tasks/ruler/*), and the same
+    of the classes it derives from. ValueError if a class has no file.
+    """
+    engine = Path(__file__).parent
+    paths = (path for path in engine.rglob("*.py") if path.relative_to(engine).parts[0].split(".")[0] not in READ_ROWS)
+    files = {f"{ENGINE}/{path.relative_to(engine).as_posix()}": path for path in paths}
+    for cls in classes:
+        for base in cls.__mro__:
+            if base.__module__.split(".")[0] not in (ENGINE, *sys.stdlib_module_names):
+                files |= _files_of(base)
+    return files
+
+
+def _files_of(cls: type) -> Iterator[tuple[str, Path]]:
+    try:
+        path = Path(inspect.getfile(cls))
+    except (TypeError, OSError):
+        raise ValueError(f"{cls.__qualname__} is defined in no file, so its rows could not be told apart") from None
+    package = cls.__module__.split(".")[: None if path.name == "__init__.py" else -1]
+    if path.name == "__init__.py" or len(package) > 1:
+        for member in path.parent.rglob("*.py"):
+            yield "/".join([*package, member.relative_to(path.parent).as_posix()]), member
+    else:
+        yield "/".join([*package, path.name]), path
+
+
+def hash_of(files: Mapping[str, Path]) -> str:
+    """Hash of the files' names and contents."""
     digest = hashlib.sha256()
-    for package, folders in packages.items():
-        for folder in folders:
-            for path in sorted(Path(folder).rglob("*.py")):
-                digest.update(f"{package}/{path.relative_to(folder).as_posix()}\0".encode())
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for name, path in sorted(files.items()):
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
 
 

@@ -7,17 +7,20 @@ changes with whom an example shares its batch. A block that `limit` cuts runs wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from qevict_bench.budget import Budget, BudgetExceeded, Infeasible
+from qevict_bench.budget import Budget, BudgetExceeded, Geometry, Infeasible
+from qevict_bench.environment import Environment
 from qevict_bench.policy import KVPolicy
-from qevict_bench.progress import Progress
-from qevict_bench.results import Row, RunFolder
-from qevict_bench.settings import Settings
+from qevict_bench.results import Damaged, Row, RunFailed, RunFolder, known_sizes
+from qevict_bench.settings import Settings, naming
 from qevict_bench.task import Example, Prompt, Prompter, Task
 
 if TYPE_CHECKING:
@@ -26,12 +29,10 @@ if TYPE_CHECKING:
 
 Generate = Callable[..., Sequence["Generation"]]
 """Signature of engine.generate."""
+Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Signature of progress.counting."""
 
 log = logging.getLogger(__name__)
-
-
-class RunFailed(RuntimeError):
-    """A run has no result; the rows written so far are kept."""
 
 
 @dataclass(frozen=True)
@@ -42,49 +43,68 @@ class Job:
     budget: Budget
     row: Row
     config: str
+    environment: Environment
 
     @property
     def run_id(self) -> str:
         return self.row.run_id
 
 
+@dataclass(frozen=True)
+class Engine:
+    """The functions of the engine that runs call: engine.generate, session.geometry_of. Tests put in others."""
+
+    generate: Generate
+    geometry_of: Callable[[LoadedModel], Geometry]
+
+
 class Bench:
     """A model and a task, ready to complete runs; the model is loaded when the first example needs it."""
 
-    def __init__(self, settings: Settings, task: Task, spec: Any, generate: Generate | None):
-        self._settings, self._task, self._spec, self._custom_generate = settings, task, spec, generate
-        self._last_problem = ""
+    def __init__(self, settings: Settings, task: Task, spec: Any, engine: Engine | None):
+        self._settings, self._task, self._spec, self._custom_engine = settings, task, spec, engine
+
+    @cached_property
+    def _engine(self) -> Engine:
+        if self._custom_engine is not None:
+            return self._custom_engine
+        from qevict_bench.engine import generate  # seconds of imports that a finished run does not need
+        from qevict_bench.session import geometry_of
+
+        return Engine(generate, geometry_of)
 
     @cached_property
     def _loaded(self) -> LoadedModel:
         attention = {}
-        if self._custom_generate is None:
-            from qevict_bench.attention import register  # seconds of imports that a finished run does not need
+        if self._custom_engine is None:
+            from qevict_bench.attention import register
 
             attention = {"attn_implementation": register()}
         loaded: LoadedModel = self._spec.load(**attention)
         return loaded
 
     @cached_property
-    def _generate(self) -> Generate:
-        if self._custom_generate is not None:
-            return self._custom_generate
-        from qevict_bench.engine import generate
-
-        return generate
+    def _geometry(self) -> Geometry:
+        return self._engine.geometry_of(self._loaded)
 
     def selected(self, folder: RunFolder) -> list[Row]:
         """The rows that count for this command: the first `limit` of each subset, in order."""
         order = {name: position for position, name in enumerate(self._task.subsets)}
         if not folder.rows:
             raise RunFailed(f"{self._task.name} yields no examples for limit={self._settings.limit}")
+        if strangers := {row.subset for row in folder.rows.values()} - order.keys():
+            raise Damaged(
+                f"{folder.path / 'rows.jsonl'} is damaged ({min(strangers)} is no subset of the task); delete those "
+                "lines, or start over with resume=restart"
+            )
         rows = [row for row in folder.rows.values() if row.index < self._settings.limit]
         return sorted(rows, key=lambda row: (order[row.subset], row.index))
 
-    def complete(self, job: Job, folder: RunFolder) -> dict[str, int]:
+    def complete(self, job: Job, folder: RunFolder, counting: Counting) -> dict[str, int]:
         """Run the examples that have no row yet; returns the size of subsets with fewer than `limit` examples."""
         limit = self._settings.limit
-        available = _known_sizes(folder)
+        folder.want(limit, self._task.subsets)
+        available = known_sizes(folder.path / "summary.json")
         wanted = {(name, i) for name in self._task.subsets for i in range(min(limit, available.get(name, limit)))}
         missing = wanted - {(row.subset, row.index) for row in folder.rows.values() if row.done}
         if not missing:
@@ -93,96 +113,121 @@ class Bench:
         log.info("%s: %d of %d examples to run", label, len(missing), len(wanted))
         prompter = Prompter(self._loaded.tokenizer, self._loaded.chat)
         seen = dict.fromkeys(self._task.subsets, 0)
-        with Progress(label, len(missing)) as progress:
+        problems: Counter[str] = Counter()
+        with counting(label, len(missing)) as advance:
             for start, block in self._blocks(prompter):
                 subset = block[0].subset
                 seen[subset] = start + len(block)
                 todo = missing & {(subset, start + offset) for offset in range(len(block))}
                 if todo:
-                    self._run_block(job, folder, prompter, start, block)
-                    progress.advance(len(todo))
+                    for row in self._run_block(job, folder, prompter, start, block):
+                        if row.status != "ok" and not problems[row.status]:  # the rows have all of them
+                            log.warning("%s %s: %s", row.example_id, row.status, row.error)
+                        problems[row.status] += 1
+                    advance(len(todo))
+        for status in ("error", "infeasible"):
+            if problems[status] > 1:
+                log.warning("%s: %d examples have status %s; their rows say why", label, problems[status], status)
         return available | {name: count for name, count in seen.items() if count < limit}
 
     def _blocks(self, prompter: Prompter) -> Iterator[tuple[int, list[Example]]]:
         """Blocks with the index of their first example in its subset."""
         size = self._settings.batch_size
         whole_blocks = -(-self._settings.limit // size) * size
-        examples = self._task.examples(prompter, whole_blocks, self._settings.seed, self._settings.split)
-        for _, members in groupby(examples, key=lambda example: example.subset):
-            indexed = enumerate(members)
-            for number, group in groupby(indexed, key=lambda pair: pair[0] // size):
-                yield number * size, [example for _, example in group]
+        with naming(type(self._task), "task."):
+            examples = self._task.examples(prompter, whole_blocks, self._settings.seed, self._settings.split)
+            for _, members in groupby(examples, key=lambda example: example.subset):
+                indexed = enumerate(members)
+                for number, group in groupby(indexed, key=lambda pair: pair[0] // size):
+                    yield number * size, [example for _, example in group]
 
-    def _run_block(self, job: Job, folder: RunFolder, prompter: Prompter, start: int, block: list[Example]) -> None:
-        """Generate for a whole block and append the rows that are missing."""
-        try:
-            prompts = [self._prompt(prompter, example) for example in block]
-            rows = self._answers(job, start, block, prompts)
-        except Exception as error:  # whatever went wrong belongs to these examples; the run goes on
-            status = "infeasible" if isinstance(error, Infeasible) else "error"
-            message = " ".join(str(error).split())
-            text = message if status == "infeasible" else f"{type(error).__name__}: {message}"
-            if text != self._last_problem:  # the rows have all of them
-                log.warning("%s %s: %s", block[0].id, status, text)
-                self._last_problem = text
-            rows = [
-                replace(_labelled(job.row, example, start + offset), status=status, error=text)
-                for offset, example in enumerate(block)
-            ]
-            failure = RunFailed(text) if isinstance(error, BudgetExceeded) else None
-        else:
-            failure = None
-        for row in rows:
+    def _run_block(
+        self, job: Job, folder: RunFolder, prompter: Prompter, start: int, block: list[Example]
+    ) -> Iterator[Row]:
+        """Generate for a whole block and append the rows that are missing, also when it ends with RunFailed.
+
+        What is wrong with one prompt or answer marks that example; an exception of the engine marks all whom it ran
+        together.
+        """
+        rows, ready, exceeded = [], [], ""
+        for offset, example in enumerate(block):
+            row, prompt = self._prepare(job, prompter, start + offset, example)
+            if prompt is None:
+                rows.append(row)
+            else:
+                ready.append((row, example, prompt))
+        for max_new_tokens, group in groupby(ready, key=lambda item: item[1].max_new_tokens):
+            members = list(group)
+            try:
+                generations = self._engine.generate(
+                    self._loaded,
+                    job.policy,
+                    job.budget,
+                    [prompt for _, _, prompt in members],
+                    max_new_tokens=max_new_tokens,
+                    stop=self._task.stop,
+                    first_token=self._settings.first_token,
+                    seed=self._settings.seed,
+                    example_ids=[example.id for _, example, _ in members],
+                )
+            except Exception as error:  # the run goes on without these examples
+                whom = f" (batch {members[0][1].id} .. {members[-1][1].id})" if len(members) > 1 else ""
+                rows += [_problem(row, error, whom) for row, _, _ in members]
+                if isinstance(error, BudgetExceeded):
+                    exceeded = rows[-1].error
+                    break
+            else:
+                found = zip(members, generations, strict=True)
+                rows += [self._answer(row, example, generation) for (row, example, _), generation in found]
+        for row in sorted(rows, key=lambda row: row.index):
             known = folder.rows.get(row.example_id)
             if known is None or not known.done:
                 folder.append(row)
-        if failure:
-            raise failure
+                yield row
+        if exceeded:
+            raise RunFailed(exceeded)
 
-    def _prompt(self, prompter: Prompter, example: Example) -> Prompt:
-        prompt = prompter.encode(example)
-        total = len(prompt.ids) + example.max_new_tokens
-        if total > self._loaded.max_context:
-            raise ValueError(
-                f"{example.id} needs {total} tokens, more than the context of {self._loaded.name} "
-                f"({self._loaded.max_context}); give a smaller task.context_length, or a model with a longer context"
+    def _prepare(self, job: Job, prompter: Prompter, index: int, example: Example) -> tuple[Row, Prompt | None]:
+        """The labelled row of an example, and its prompt; without one the row is final and says why it cannot run."""
+        row = replace(
+            job.row,
+            subset=example.subset,
+            example_id=example.id,
+            index=index,
+            group=example.group,
+            data_source=example.data_source,
+            answers=example.answers,
+        )
+        try:
+            prompt = prompter.encode(example)
+            num_tokens, nominal = len(prompt.ids), self._task.nominal_length
+            total = num_tokens + example.max_new_tokens
+            row = replace(
+                row,
+                prompt_tokens=num_tokens,
+                truncated_tokens=prompt.truncated_tokens,
+                overflow_tokens=max(0, total - nominal) if nominal else 0,
             )
-        return prompt
+            if total > self._loaded.max_context:
+                raise Infeasible(
+                    f"{example.id} needs {total} tokens ({num_tokens} + {example.max_new_tokens} new ones), more than "
+                    f"the context of {self._loaded.name} ({self._loaded.max_context}); give a smaller "
+                    "task.context_length, or a model with a longer context"
+                )
+            if num_tokens < 2:
+                raise ValueError(f"its prompt has {num_tokens} tokens; at least 2 are needed")
+            before = num_tokens - (self._settings.first_token == "compressed")
+            job.policy.fit(job.budget, self._geometry, before, example.max_new_tokens)
+        except Exception as error:  # whatever it is belongs to this example
+            return _problem(row, error), None
+        return row, prompt
 
-    def _answers(self, job: Job, start: int, block: list[Example], prompts: list[Prompt]) -> list[Row]:
-        generations: dict[str, Generation] = {}
-        paired = zip(block, prompts, strict=True)
-        for max_new_tokens, group in groupby(paired, key=lambda pair: pair[0].max_new_tokens):
-            members = list(group)
-            ids = [example.id for example, _ in members]
-            found = self._generate(
-                self._loaded,
-                job.policy,
-                job.budget,
-                [prompt for _, prompt in members],
-                max_new_tokens=max_new_tokens,
-                stop=self._task.stop,
-                first_token=self._settings.first_token,
-                seed=self._settings.seed,
-                example_ids=ids,
-            )
-            generations |= zip(ids, found, strict=True)
-        return [
-            self._row(job, start + offset, example, prompt, generations[example.id])
-            for offset, (example, prompt) in enumerate(zip(block, prompts, strict=True))
-        ]
-
-    def _row(self, job: Job, index: int, example: Example, prompt: Prompt, generation: Generation) -> Row:
-        return replace(
-            _labelled(job.row, example, index),
-            status="ok",
-            prompt_tokens=len(prompt.ids),
-            truncated_tokens=prompt.truncated_tokens,
+    def _answer(self, row: Row, example: Example, generation: Generation) -> Row:
+        row = replace(
+            row,
             prediction=generation.text,
             stop=generation.stop,
             new_tokens=len(generation.new_ids),
-            score=self._task.score(generation.text, example),
-            metrics=self._task.metrics(generation.text, example),
             bytes=generation.memory,
             fractions=_fractions(generation),
             matched=generation.matched,
@@ -196,18 +241,21 @@ class Bench:
             ttft_s=generation.ttft_s,
             decode_s=generation.decode_s,
         )
+        try:
+            score = self._task.score(generation.text, example)
+            metrics = self._task.metrics(generation.text, example)
+            if not 0 <= score <= 1 or not all(math.isfinite(value) for value in metrics.values()):
+                raise ValueError(f"{self._task.name} scored {score}, {metrics}: a score lies in [0, 1]")
+        except Exception as error:
+            return _problem(row, error)
+        return replace(row, status="ok", score=score, metrics=metrics)
 
 
-def _labelled(row: Row, example: Example, index: int) -> Row:
-    return replace(
-        row,
-        subset=example.subset,
-        example_id=example.id,
-        index=index,
-        group=example.group,
-        data_source=example.data_source,
-        answers=example.answers,
-    )
+def _problem(row: Row, error: Exception, whom: str = "") -> Row:
+    message = " ".join(str(error).split()) + whom
+    if isinstance(error, Infeasible):
+        return replace(row, status="infeasible", error=message)
+    return replace(row, status="error", error=f"{type(error).__name__}: {message}")
 
 
 def _fractions(generation: Generation) -> dict[str, float]:
@@ -217,8 +265,3 @@ def _fractions(generation: Generation) -> dict[str, float]:
         shares["allowed"] = memory["allowed"] * shares["final"] / memory["final"]
     shares["prefill_peak"] = memory["prefill_peak"] * shares["after_prefill"] / memory["after_prefill"]
     return shares
-
-
-def _known_sizes(folder: RunFolder) -> dict[str, int]:
-    sizes: Mapping[str, int] = folder.read_summary().get("facts", {}).get("available", {})
-    return dict(sizes)

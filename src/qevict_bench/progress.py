@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
 LINE_EVERY_S = 20.0
 
 
-class Progress:
-    """Counts examples; a context manager. With `total` 0 it shows nothing."""
+@contextmanager
+def counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told how many examples more are done."""
+    if sys.stderr.isatty():
+        with tqdm(total=total, desc=label, unit="ex", dynamic_ncols=True) as bar:
+            yield bar.update
+        return
+    start = last_line = time.monotonic()
+    done = 0
 
-    def __init__(self, label: str, total: int):
-        self._label, self._total, self._count = label, total, 0
-        self._start = self._last_line = time.monotonic()
-        self._bar = (
-            tqdm(total=total, desc=label, unit="ex", dynamic_ncols=True) if total and sys.stderr.isatty() else None
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, count: int) -> None:
-        self._count += count
-        if self._bar is not None:
-            self._bar.update(count)
-            return
+    def advance(count: int) -> None:
+        nonlocal done, last_line
+        done += count
         now = time.monotonic()
-        if now - self._last_line >= LINE_EVERY_S:
-            self._last_line = now
-            left_s = (now - self._start) / self._count * max(self._total - self._count, 0)
-            text = f"{self._label}: {self._count}/{self._total} examples, about {left_s:.0f} s left"
-            print(text, file=sys.stderr, flush=True)
+        if now - last_line >= LINE_EVERY_S:
+            last_line = now
+            left_s = (now - start) / done * max(total - done, 0)
+            print(f"{label}: {done}/{total} examples, about {left_s:.0f} s left", file=sys.stderr, flush=True)
+
+    yield advance
 
 
 class Waiting:

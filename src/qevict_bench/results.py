@@ -1,26 +1,26 @@
-"""Rows on disk: run ids, one folder per run, locking, and continuing after a crash.
+"""Rows on disk: run ids, one folder per run, one writer at a time, and continuing after a crash.
 
-A run's folder results_dir/<id>/ holds config.yaml and env.json (what was run, by what), rows.jsonl (one line per
-example, appended and synced as examples finish; the newest line of an example counts), summary.json (written when all
-are done) and lock (held while a process works on the run; names its owner).
+A run's folder results_dir/<id>/ holds config.yaml and env.json (what was run, by what), wanted.json (what the newest
+command asked for: limit and subsets), rows.jsonl (one line per example, appended and synced as examples finish; the
+newest line of an example counts), summary.json (written when all are done), lock and, while a process works on the run,
+its lease (leases.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from qevict_bench.environment import Environment
+from qevict_bench.leases import Held, Lease, LeaseLost, acquire
 
 SCHEMA_VERSION = 2
 """Part of every run id; raise it when the meaning or the set of a row's fields changes."""
@@ -32,11 +32,12 @@ log = logging.getLogger(__name__)
 class Row:
     """One example of one run; what the rows of a run share comes first. `index` counts within the subset.
 
-    status: `ok`, `infeasible` (the budget admits no setting; `error` names the nearest) or `error` (`error` says why;
-    retried by the next run). `group` and `data_source` as in task.Example; `overflow_tokens`: by how much prompt and
-    answer exceed the task's context_length. Only `ok` rows carry a score. `bytes` and `fractions` are those of engine.Generation:
-    bytes, and shares of FullKV's bytes at the same step. `tier_units` are mean units per tier at the end; moves are
-    summed over layers; `needle_fate` are shares in [0, 1]; `ttft_s` and `decode_s` seconds.
+    status: `ok`, `infeasible` (the budget admits no setting, and `error` names the nearest; or the model's context is
+    too short for the prompt) or `error` (`error` says why; retried by the next run). `group` and `data_source` as in
+    task.Example; `overflow_tokens`: by how much prompt and answer exceed the task's nominal length. Only `ok` rows
+    carry a score. `bytes` and `fractions` are those of engine.Generation: bytes, and shares of FullKV's bytes at the
+    same step. `tier_units` are mean units per tier at the end; moves are summed over layers; `needle_fate` are shares
+    in [0, 1]; `ttft_s` and `decode_s` seconds.
     """
 
     run_id: str
@@ -92,8 +93,13 @@ class Row:
         return self.status != "error"
 
 
-_FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml")
-_ROW_FIELDS = {field.name for field in fields(Row)}
+SHARES = ("after_prefill", "peak", "mean", "final", "whole_cache", "prefill_peak")
+"""Keys of every ok row's `fractions`; where something bounds the cache, "allowed" too."""
+SIZES = ("workspace", "host")
+"""Keys of every ok row's `bytes`, beside its components."""
+_HUGE = 1e300
+_FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml", "wanted.json")
+_ROW_FIELDS = {field.name: str(field.type) for field in fields(Row)}
 
 
 class Damaged(ValueError):
@@ -102,6 +108,10 @@ class Damaged(ValueError):
 
 class Different(ValueError):
     """Rows on disk come from other code, libraries or another device type; the message names both values."""
+
+
+class RunFailed(RuntimeError):
+    """A run has no result; the rows written so far are kept."""
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
@@ -119,16 +129,14 @@ def read_rows(path: Path) -> tuple[dict[str, Row], int]:
         data = path.read_bytes()
     except FileNotFoundError:
         return {}, 0
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror}); make it readable or remove it") from None
     whole = data.rfind(b"\n") + 1
     rows: dict[str, Row] = {}
     for number, line in enumerate(data[:whole].splitlines(), start=1):
         try:
-            values = json.loads(line)
-            if not isinstance(values, dict) or values.keys() != _ROW_FIELDS:
-                raise ValueError("it is not an object with the fields of a row")
-            row = Row(**{**values, "answers": tuple(values["answers"])})
-            _check(row)
-        except (ValueError, TypeError) as error:
+            row = _row(json.loads(line))
+        except (ValueError, TypeError, RecursionError) as error:
             raise Damaged(
                 f"{path}:{number} is damaged ({error}); repair or delete that line, or start over with resume=restart"
             ) from None
@@ -136,42 +144,106 @@ def read_rows(path: Path) -> tuple[dict[str, Row], int]:
     return rows, whole
 
 
-def _check(row: Row) -> None:
-    """Raise ValueError for a row that this code cannot have written."""
-    if not all(isinstance(x, str) for x in (row.example_id, row.subset)) or not isinstance(row.index, int):
-        raise ValueError("example_id, subset or index has another type")
-    if row.status == "ok" and not (isinstance(row.score, int | float) and 0 <= row.score <= 1):
-        raise ValueError(f"score {row.score} is not in [0, 1]")
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} if there is no file; raises Damaged."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged ({error}); delete it and run again") from None
+    if not isinstance(values, dict):
+        raise Damaged(f"{path} is damaged (it is not an object); delete it and run again")
+    return values
+
+
+def known_sizes(summary: Path) -> dict[str, int]:
+    """Sizes of the subsets that have fewer examples than some command asked for, as noted in summary.json."""
+    values: Any = read_json(summary)
+    for name in ("facts", "available"):
+        values = values.get(name, {}) if isinstance(values, dict) else None
+    if not isinstance(values, dict) or any(type(size) is not int or size < 0 for size in values.values()):
+        raise Damaged(f"{summary} is damaged (facts.available holds no numbers); delete it and run again")
+    return values
+
+
+def _row(values: Any) -> Row:
+    """The row in a line of rows.jsonl; raises ValueError for one that this code cannot have written."""
+    if not isinstance(values, dict) or values.keys() != _ROW_FIELDS.keys():
+        raise ValueError("it is not an object with the fields of a row")
+    for name, hint in _ROW_FIELDS.items():
+        if not _fits(values[name], hint):
+            raise ValueError(f"{name} has another type")
+    row = Row(**{**values, "answers": tuple(values["answers"])})
+    if row.status not in ("ok", "infeasible", "error") or row.index < 0:
+        raise ValueError(f"status {row.status!r} or index {row.index} is none")
+    if row.status == "ok":
+        if row.score is None or not 0 <= row.score <= 1:
+            raise ValueError(f"score {row.score} is not in [0, 1]")
+        if missing := {*SHARES} - {*(row.fractions or ())} | {*SIZES} - {*(row.bytes or ())}:
+            raise ValueError(f"bytes or fractions lack {', '.join(sorted(missing))}")
+    return row
+
+
+def _fits(value: object, hint: str) -> bool:
+    """Whether a JSON value may stand in a field of the row with this annotation."""
+    if "None" in hint and value is None:
+        return True
+    if hint.startswith("Mapping"):
+        return isinstance(value, dict) and ("Any" in hint or all(_fits(x, "float") for x in value.values()))
+    if hint.startswith("tuple"):
+        return isinstance(value, list) and all(isinstance(x, str) for x in value)
+    if hint.startswith("float"):
+        return isinstance(value, int | float) and type(value) is not bool and abs(value) < _HUGE
+    return type(value).__name__ == hint
 
 
 class RunFolder:
-    """An open run: its rows, and the right to append to them. Made by `open_run`."""
+    """An open run: its rows, and the right to append to them. Made by `open_run`.
 
-    def __init__(self, path: Path, rows: dict[str, Row], stream: IO[bytes]):
+    Whatever is written, the lease is checked first. Raises RunFailed if it is lost, or if the disk takes no more.
+    """
+
+    def __init__(self, path: Path, rows: dict[str, Row], stream: FileIO, lease: Lease):
         self.path = path
         self.rows = rows
         self._stream = stream
+        self._lease = lease
 
     def append(self, row: Row) -> None:
         """Write one row so that it survives the death of this process and of the machine."""
-        self._stream.write(json.dumps(asdict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with self._writing():
+            rest = json.dumps(asdict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+            os.fsync(self._stream.fileno())
         self.rows[row.example_id] = row
 
-    def read_summary(self) -> dict[str, Any]:
-        """The summary of the last finished command, or {} if there is none."""
-        try:
-            values = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise Damaged(f"{self.path / 'summary.json'} is damaged ({error}); delete it and run again") from None
-        return dict(values)
+    def want(self, limit: int, subsets: Sequence[str]) -> None:
+        """Note for readers what this command asks for: `limit` examples of each subset."""
+        with self._writing():
+            write_atomic(self.path / "wanted.json", json.dumps({"limit": limit, "subsets": list(subsets)}) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         text = json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False)
-        write_atomic(self.path / "summary.json", text + "\n")
+        with self._writing():
+            write_atomic(self.path / "summary.json", text + "\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            self._lease.check()
+            yield
+        except LeaseLost as lost:
+            raise RunFailed(
+                f"run {self.path.name} was taken over while this process stood still ({lost}); it writes no more rows "
+                "here, and those written so far are kept"
+            ) from None
+        except OSError as error:
+            raise RunFailed(
+                f"{self.path} cannot be written ({error.strerror}); the rows so far are kept: mend that and re-issue "
+                "the command"
+            ) from None
 
 
 @contextmanager
@@ -183,7 +255,7 @@ def open_run(
     restart: str = "never",
     wait: Callable[[str], None] | None = None,
 ) -> Iterator[RunFolder]:
-    """Lock the run at `path`, check that it may be continued, and yield it; a run that wrote no row leaves no folder.
+    """Own the run at `path`, check that it may be continued, and yield it; a run that wrote no row leaves no folder.
 
     `config` is the text of config.yaml. With restart=`always` (or `unusable`: only if the rows cannot be continued) the
     old files move to `path`/replaced-<n>/ first. `wait` is called again and again, with a description of the owner,
@@ -191,7 +263,24 @@ def open_run(
     busy run, a folder that cannot be written) before anything is changed.
     """
     is_new = not path.exists()
-    lock = _acquire(path, wait)
+    lease = _acquire(path, wait)
+    try:
+        rows, stream = _begin(path, config, environment, restart)
+        with stream:
+            yield RunFolder(path, rows, stream, lease)
+    finally:
+        with suppress(LeaseLost):
+            lease.check()
+            if is_new and not _size(path / "rows.jsonl"):
+                for name in (*_FILES, "lock"):
+                    (path / name).unlink(missing_ok=True)
+        lease.release()
+        if is_new:
+            with suppress(OSError):  # it has rows, or another process has begun the same run since
+                path.rmdir()
+
+
+def _begin(path: Path, config: str, environment: Environment, restart: str) -> tuple[dict[str, Row], FileIO]:
     try:
         try:
             rows, whole = _continue(path, environment)
@@ -204,18 +293,17 @@ def open_run(
         if not rows:
             write_atomic(path / "config.yaml", config)
             write_atomic(path / "env.json", json.dumps(environment.to_json(), indent=1) + "\n")
-        with open(path / "rows.jsonl", "ab") as stream:
-            if stream.tell() > whole:
-                log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
-                stream.truncate(whole)
-            yield RunFolder(path, rows, stream)
-    finally:
-        if is_new and not _size(path / "rows.jsonl"):
-            for name in (*_FILES, "lock"):
-                (path / name).unlink(missing_ok=True)
-            with suppress(OSError):  # another process may have begun the same run since
-                path.rmdir()
-        lock.close()
+        stream = FileIO(path / "rows.jsonl", "ab")
+        if stream.tell() > whole:
+            log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
+            stream.truncate(whole)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return rows, stream
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"results_dir={path.parent} cannot be written ({error.strerror}); choose a writable folder")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -232,9 +320,11 @@ def _continue(path: Path, environment: Environment) -> tuple[dict[str, Row], int
     rows, whole = read_rows(path / "rows.jsonl")
     if not rows:
         return rows, whole
+    if strangers := {row.run_id for row in rows.values()} - {path.name}:
+        raise Damaged(f"{path / 'rows.jsonl'} holds rows of run {min(strangers)}; start over with resume=restart")
     try:
-        recorded = Environment(**json.loads((path / "env.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        recorded = Environment.from_json(json.loads((path / "env.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path / 'env.json'} cannot be read ({error}); start over with resume=restart") from None
     differences = recorded.differences(environment)
     if differences:
@@ -262,49 +352,21 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _acquire(path: Path, wait: Callable[[str], None] | None) -> IO[str]:
-    """The open, locked lock file of the run. The lock dies with the process, however it ends."""
+def _acquire(path: Path, wait: Callable[[str], None] | None) -> Lease:
     while True:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            stream = _open_lock(path)
         except OSError as error:
-            raise ValueError(
-                f"results_dir={path.parent} cannot be written ({error.strerror}); choose a writable folder"
-            ) from None
-        if stream is None:
-            continue
+            raise _unwritable(path, error) from None
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.seek(0)
-            owner = stream.read().strip() or "another process"
-            stream.close()
+            return acquire(path)
+        except FileNotFoundError:
+            continue  # the run's last owner wrote no row and has just removed the folder
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        except Held as held:
             if wait is None:
                 raise ValueError(
-                    f"run {path.name} is held by {owner}; wait for it, or change a setting (results_dir, seed ...)"
+                    f"run {path.name} is held by {held}; wait for it, or change a setting (results_dir, seed ...)"
                 ) from None
-            wait(owner)
-            continue
-        except OSError as error:
-            stream.close()
-            raise ValueError(f"{path} does not support file locks ({error.strerror}); choose a local folder") from None
-        try:
-            same = os.path.samestat(os.fstat(stream.fileno()), os.stat(path / "lock"))
-        except FileNotFoundError:
-            same = False
-        if same:
-            break
-        stream.close()  # the file was removed before it was locked: the lock protects nothing
-    stream.truncate(0)
-    stream.write(f"pid {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
-    stream.flush()
-    return stream
-
-
-def _open_lock(path: Path) -> IO[str] | None:
-    """The open lock file, or None if the folder's last owner has just removed it."""
-    try:
-        return open(path / "lock", "a+", encoding="utf-8")
-    except FileNotFoundError:
-        return None
+            wait(str(held))

@@ -5,23 +5,24 @@ Everything is checked before anything is created, and the model is loaded only i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from importlib import import_module
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from qevict_bench.budget import Budget
 from qevict_bench.environment import Environment
-from qevict_bench.jobs import Bench, Generate, Job, RunFailed
+from qevict_bench.jobs import Bench, Engine, Job
 from qevict_bench.model_facts import ModelFacts, describe
 from qevict_bench.policy import KVPolicy
-from qevict_bench.progress import Waiting
-from qevict_bench.results import Row, RunFolder, open_run, run_id
-from qevict_bench.settings import Settings, build
+from qevict_bench.progress import Waiting, counting
+from qevict_bench.results import Row, RunFailed, RunFolder, open_run, run_id
+from qevict_bench.settings import Settings, build, naming
 from qevict_bench.summary import Facts, Summary, summarize
 from qevict_bench.task import Task
 
@@ -41,37 +42,43 @@ class Plan:
     task: Task
     model: ModelFacts
     spec: Any
-    environment: Environment
     job: Job
     reference: Job
     reference_name: str
 
 
-def run(cfg: DictConfig, generate: Generate | None = None) -> Summary:
+def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
     """Run or continue what `cfg` (configs/run.yaml) describes; writes rows and summaries, returns the method's.
 
-    `generate` replaces engine.generate in tests. Raises ValueError for users' mistakes, before anything is written, and
-    RunFailed if no example of a run succeeded or a step went over its budget.
+    The method runs first: its reference is needed only if one of its examples is ok. A method that no budget of this
+    size admits on any example gives a summary without scores, not an error. `engine` replaces the engine in tests.
+    Raises ValueError for users' mistakes, before anything is written, and RunFailed if no example of a run succeeded, a
+    step went over its budget, or rows cannot be written any more.
     """
     plan = make_plan(cfg)
-    bench = Bench(plan.settings, plan.task, plan.spec, generate)
+    bench = Bench(plan.settings, plan.task, plan.spec, engine)
     results_dir, job, reference = plan.settings.results_dir, plan.job, plan.reference
     restart = plan.settings.resume == "restart"
     path = results_dir / job.run_id
-    with open_run(path, job.config, plan.environment, restart="always" if restart else "never") as folder:
+    with open_run(path, job.config, job.environment, restart="always" if restart else "never") as folder:
+        available = bench.complete(job, folder, counting)
         if job is reference:
-            return _finish(plan, bench, job, folder, None)
-        wait = Waiting(f"the reference run {reference.run_id} ({plan.reference_name})")
-        reference_path = results_dir / reference.run_id
-        how = "unusable" if restart else "never"
-        with open_run(reference_path, reference.config, plan.environment, restart=how, wait=wait) as reference_folder:
-            _finish(plan, bench, reference, reference_folder, None)
-        return _finish(plan, bench, job, folder, reference_folder)
+            return _conclude(plan, bench, job, folder, available, bench.selected(folder))
+        pairs: list[Row] = []
+        if any(row.status == "ok" for row in bench.selected(folder)):
+            wait = Waiting(f"the reference run {reference.run_id} ({plan.reference_name})")
+            path, how = results_dir / reference.run_id, "unusable" if restart else "never"
+            with open_run(path, reference.config, reference.environment, restart=how, wait=wait) as reference_folder:
+                found = bench.complete(reference, reference_folder, counting)
+                pairs = bench.selected(reference_folder)
+                _conclude(plan, bench, reference, reference_folder, found, pairs)
+        return _conclude(plan, bench, job, folder, available, pairs)
 
 
-def _finish(plan: Plan, bench: Bench, job: Job, folder: RunFolder, reference_folder: RunFolder | None) -> Summary:
-    """Run what is missing of one run and write its summary; without `reference_folder` it is its own reference."""
-    available = bench.complete(job, folder)
+def _conclude(
+    plan: Plan, bench: Bench, job: Job, folder: RunFolder, available: Mapping[str, int], reference: list[Row]
+) -> Summary:
+    """Write the summary of a complete run beside its reference's rows."""
     facts = Facts(
         num_layers=plan.model.num_layers,
         compressible_layers=plan.model.num_compressible,
@@ -81,8 +88,7 @@ def _finish(plan: Plan, bench: Bench, job: Job, folder: RunFolder, reference_fol
         limit=plan.settings.limit,
         available=available,
     )
-    rows = bench.selected(folder)
-    summary = summarize(rows, bench.selected(reference_folder or folder), facts)
+    summary = summarize(bench.selected(folder), reference, facts)
     folder.write_summary(summary.to_json())
     if not summary.num_examples and summary.num_errors:
         raise RunFailed(
@@ -99,6 +105,11 @@ def make_plan(cfg: DictConfig) -> Plan:
     method, policy = _method(cfg.method, "method.")
     reference_method, reference_policy = _method(cfg.reference, "reference.")
     task: Task = _build(cfg.task, "task.")
+    if settings.split not in task.splits:
+        raise ValueError(
+            f"split={settings.split}: {task.name} with these settings has no such split; choose one of "
+            f"{', '.join(task.splits)}"
+        )
     spec = _build(cfg.model, "model.")
     model = describe(spec)
     context_length = getattr(task, "context_length", 0)
@@ -109,10 +120,12 @@ def make_plan(cfg: DictConfig) -> Plan:
         )
     policy = policy.prepare(model.name, model.fingerprint)
     reference_policy = reference_policy.prepare(model.name, model.fingerprint)
-    environment = Environment.current(model.device)
-    fingerprints = {"model": [model.fingerprint, spec.chat], "task": [_identity(task), task.fingerprint()]}
+    with naming(type(task), "task."):
+        data = task.fingerprint()
+    fingerprints = {"model": [model.fingerprint, spec.chat], "task": [_identity(task), data]}
 
     def job(name: str, policy: KVPolicy, variant: str, budget: Budget, node: DictConfig) -> Job:
+        environment = Environment.current(model.device, type(policy), type(task))
         row = Row(
             run_id="",
             model=model.name,
@@ -137,12 +150,13 @@ def make_plan(cfg: DictConfig) -> Plan:
         identity |= {"budget": _canonical(budget), "method": [name, _identity(policy)]}
         config = OmegaConf.merge(cfg, {"method": node, **{field: getattr(budget, field) for field in _BOUNDS}})
         config.budget = budget.spec
-        return Job(policy, budget, replace(row, run_id=run_id(identity)), OmegaConf.to_yaml(config, resolve=True))
+        text = OmegaConf.to_yaml(config, resolve=True)
+        return Job(policy, budget, replace(row, run_id=run_id(identity)), text, environment)
 
     reference = job(reference_method, reference_policy, "", Budget("1.0"), cfg.reference)
     is_reference = (method, policy) == (reference_method, reference_policy)
     own = reference if is_reference else job(method, policy, _variant(), settings.parsed_budget(), cfg.method)
-    return Plan(settings, task, model, spec, environment, own, reference, reference_method)
+    return Plan(settings, task, model, spec, own, reference, reference_method)
 
 
 def _plain(node: DictConfig, where: str) -> dict[str, Any]:
@@ -159,7 +173,14 @@ def _method(node: DictConfig, where: str) -> tuple[str, KVPolicy]:
 def _build(node: DictConfig, where: str) -> Any:
     """The dataclass that `_target_` names; `name` labels a preset unless the dataclass has such a field."""
     values = _plain(node, where)
-    target = get_class(values.pop("_target_"))
+    path = str(values.pop("_target_"))
+    module, _, name = path.rpartition(".")
+    try:
+        target = getattr(import_module(module), name)
+        fields(target)
+    except Exception as error:  # whatever the user's own module raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{where}_target_={path} is no dataclass that can be imported ({reason})") from error
     if "name" not in (field.name for field in fields(target)):
         values.pop("name", None)
     return build(target, values, where)

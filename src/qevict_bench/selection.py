@@ -286,3 +286,6 @@ def fit_split(split: Split, allowance: Allowance, full: int, low: int, evicted: 
         lowered = torch.where(from_full, less_full, last.long())
         num_full = num_full - lowered
         num_low = num_low + torch.where(from_low, -less_low, lowered if split.q > 0 else 0)
+        if split.fill and split.q > 0:  # a full unit that kept its codes frees more than a low one takes
+            room = torch.floor((hist - num_full * full_bytes) / low_bytes).long()
+            num_low = torch.where(lowered > 0, torch.maximum(num_low, room), num_low)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -62,7 +64,21 @@ def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{where}{name} has no value; set {where}{name}=...")
-    return cls(**{name: _checked(value, hints[name], where + name) for name, value in values.items()})
+    checked = {name: _checked(value, hints[name], where + name) for name, value in values.items()}
+    with naming(cls, where):
+        return cls(**checked)
+
+
+@contextmanager
+def naming(cls: type[Any], where: str) -> Iterator[None]:
+    """Puts `where` before the message of a ValueError that begins with FIELD=, a field of the dataclass `cls`."""
+    try:
+        yield
+    except ValueError as error:
+        first = re.match(r"(\w+)=", str(error))
+        if first and first[1] in (field.name for field in fields(cls)):
+            raise ValueError(f"{where}{error}") from error
+        raise
 
 
 def _checked(value: Any, hint: Any, name: str) -> Any:

@@ -11,29 +11,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from qevict_bench.alarms import Alarm, alarms_of
+from qevict_bench.comparison import Comparison, Pair, compare, pair, points
 from qevict_bench.results import Row
-from qevict_bench.statistics import Interval, detectable_difference, macro_interval
-
-FLOOR = 20.0
-"""A subset on which the reference scores less shows little about a method."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A run against its reference on `num_pairs` examples: mean scores, paired difference with its 95 % interval.
-
-    `noise` is how far the difference must lie from 0 to stand out (statistics.detectable_difference).
-    """
-
-    num_pairs: int
-    score: float
-    reference: float
-    diff: Interval
-    noise: float
-
-    @property
-    def at_floor(self) -> bool:
-        return self.reference < FLOOR
 
 
 @dataclass(frozen=True)
@@ -84,10 +64,10 @@ class Facts:
 class Summary:
     """What summary.json holds. Figures that need an ok example are None (null) while there is none.
 
-    `scores` and `macro` are the method's over its own ok examples; `subsets`, `overall` (macro over all subsets) and
-    `above_floor` (over those where the reference is not at floor) are paired. `events` and moves are means per example.
-    `matched`: every example's mean bytes come as close to its allowance as the engine asks; `achieved` is the mean
-    share of FullKV's bytes. `problem` is the first error or infeasibility.
+    `scores` and `macro` are the method's over its own ok examples; `subsets`, `adjusted`, `overall` and `above_floor`
+    are paired, as in comparison.Comparisons. `events` and moves are means per example. `matched`: every example's mean
+    bytes come as close to its allowance as the engine asks; `achieved` is the mean share of FullKV's bytes. `problem`
+    is the first error or infeasibility.
     """
 
     run_id: str
@@ -114,6 +94,7 @@ class Summary:
     scores: Mapping[str, float]
     macro: float | None
     subsets: Mapping[str, Comparison]
+    adjusted: Mapping[str, float]
     overall: Comparison | None
     above_floor: Comparison | None
     memory: Memory | None
@@ -126,12 +107,19 @@ class Summary:
     evictions: float
     needle_fate: Mapping[str, float]
     timings: Timings | None
+    alarms: tuple[Alarm, ...]
+
+    @property
+    def all_infeasible(self) -> bool:
+        """The budget admitted no setting for any example: there is nothing to report but that."""
+        return self.num_infeasible > 0 and not self.num_examples and not self.num_errors
 
     def to_json(self) -> dict[str, Any]:
-        """With the overall comparison's reference and difference also as `reference_macro` and `diff`."""
+        """With the overall comparison's reference and difference also as `reference_macro` and `diff`, and with the
+        alarms' texts."""
         overall = self.overall
         short = {"reference_macro": overall and overall.reference, "diff": overall and asdict(overall.diff)}
-        return asdict(self) | short
+        return asdict(self) | short | {"alarms": [asdict(alarm) | {"text": alarm.text} for alarm in self.alarms]}
 
 
 def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) -> Summary:
@@ -139,15 +127,11 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
     first = rows[0]
     good = [row for row in rows if row.status == "ok"]
     bad = [row for row in rows if row.status != "ok"]
-    by_id = {row.example_id: row for row in reference_rows if row.status == "ok"}
-    pairs: dict[str, list[tuple[Row, Row]]] = {}
-    for row in good:
-        if row.example_id in by_id:
-            pairs.setdefault(row.subset, []).append((row, by_id[row.example_id]))
-    subsets = {name: compare([members]) for name, members in pairs.items()}
-    above = [members for name, members in pairs.items() if not subsets[name].at_floor]
+    pairs = pair(rows, reference_rows)
+    all_pairs = [both for members in pairs.values() for both in members]
+    found = compare(pairs)
     scores = {
-        name: fmean(_points(r) for r in good if r.subset == name) for name in dict.fromkeys(r.subset for r in good)
+        name: fmean(points(r) for r in good if r.subset == name) for name in dict.fromkeys(r.subset for r in good)
     }
     memory = _memory(good) if good else None
     return Summary(
@@ -174,9 +158,10 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
         problem=bad[0].error if bad else "",
         scores=scores,
         macro=fmean(scores.values()) if scores else None,
-        subsets=subsets,
-        overall=compare(list(pairs.values())) if pairs else None,
-        above_floor=compare(above) if above else None,
+        subsets=found.subsets,
+        adjusted=found.adjusted,
+        overall=found.overall,
+        above_floor=found.above_floor,
         memory=memory,
         bytes=_means(good, lambda row: row.bytes),
         matched=bool(good) and all(row.matched for row in good),
@@ -186,25 +171,9 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
         demotions=_mean(good, lambda row: row.demotions),
         evictions=_mean(good, lambda row: row.evictions),
         needle_fate=_means(good, lambda row: row.needle_fate),
-        timings=_timings([pair for members in pairs.values() for pair in members]),
+        timings=_timings(all_pairs),
+        alarms=tuple(alarms_of(rows, reference_rows, found, all_pairs)),
     )
-
-
-def compare(strata: Sequence[Sequence[tuple[Row, Row]]]) -> Comparison:
-    """Compare pairs (row, reference row), grouped by subset; every subset weighs the same."""
-    diffs = [[_points(row) - _points(reference) for row, reference in members] for members in strata]
-    return Comparison(
-        num_pairs=sum(len(members) for members in strata),
-        score=fmean(fmean(_points(row) for row, _ in members) for members in strata),
-        reference=fmean(fmean(_points(reference) for _, reference in members) for members in strata),
-        diff=macro_interval(diffs),
-        noise=detectable_difference(diffs, scale=100),
-    )
-
-
-def _points(row: Row) -> float:
-    assert row.score is not None, "only ok rows are compared"
-    return 100 * row.score
 
 
 def _mean(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
@@ -233,7 +202,7 @@ def _memory(rows: Sequence[Row]) -> Memory:
     )
 
 
-def _timings(pairs: Sequence[tuple[Row, Row]]) -> Timings | None:
+def _timings(pairs: Sequence[Pair]) -> Timings | None:
     if not pairs:
         return None
     ttft_s, decode_s = fmean(row.ttft_s for row, _ in pairs), fmean(row.decode_s for row, _ in pairs)

@@ -154,7 +154,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def prompt_source(self) -> str:
-        """ "own" (wording of this project) or "official" (wording read from official data)."""
+        """ "own" (wording of this project), "official" (official data), "redrawn" (official wording, our draws)."""
 
     @property
     @abstractmethod

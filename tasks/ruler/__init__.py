@@ -83,8 +83,8 @@ class Ruler(Task):
 
     @property
     def prompt_source(self) -> str:
-        """ "own" for source "generate", else "official"."""
-        return "own" if self.source == "generate" else "official"
+        """ "own" for source "generate", "redrawn" (official sentences, our draws) for "ruler_repo", else "official"."""
+        return {"generate": "own", "ruler_repo": "redrawn"}.get(self.source, "official")
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -98,7 +98,8 @@ class Ruler(Task):
 
     @property
     def nominal_length(self) -> int:
-        return 0 if self.source == "local" else self.context_length
+        """For source "local" the longest of the files by the tokenizer they were made for."""
+        return official.longest(self.data_dir, self.subsets) if self.source == "local" else self.context_length
 
     def fingerprint(self) -> str:
         """Hash of the files, or of one fixed draw per subset: it changes with wording, vocabulary, or random draws."""
@@ -110,7 +111,7 @@ class Ruler(Task):
         for subset in self.subsets:
             digest.update(generator.data_hash(subset).encode())
             drawn = generator.draft(subset, "", "test", Random(0))
-            digest.update(repr(drawn.build(drawn.min_units + 64)).encode())
+            digest.update(repr(drawn.build(min(drawn.min_units + 64, drawn.max_units))).encode())
         return digest.hexdigest()[:16]
 
     def examples(self, prompter: Prompter, limit: int, seed: int, split: str) -> Iterator[Example]:
@@ -126,7 +127,7 @@ class Ruler(Task):
             raise ValueError(f"limit={limit} asks for no example; use 1 or more")
         if self.source in _OWN:
             generator = self._generator()
-            lengths = Lengths(prompter, self.context_length, seed, split)
+            lengths = Lengths(prompter, self.context_length, seed, split, f"{self.ruler_dir}/{self.qa_data_dir}")
         for subset in self.subsets:
             if self.source == "local":
                 yield from official.examples(self.data_dir, subset, limit)

@@ -70,7 +70,7 @@ def _people(split: str, rng: Random) -> Iterator[str]:
 
 def _document(title: str, facts: tuple[str, str], rng: Random) -> Document:
     """Two facts and two sentences of prose."""
-    return Document(title, (*facts, *islice(prose.sentences(rng), 2)))
+    return Document(title, " ".join((*facts, *islice(prose.sentences(rng), 2))))
 
 
 def _towns(split: str, rng: Random) -> Iterator[tuple[list[Document], _Asked, Document]]:

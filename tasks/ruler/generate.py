@@ -9,7 +9,7 @@ from random import Random
 from tasks.ruler import articles, chains, checkout, corpora, counts, needles, questions
 from tasks.ruler.fit import Draft
 from tasks.ruler.own import OwnWording
-from tasks.ruler.repo import RepoWording
+from tasks.ruler.repo import RepoWording, essays
 from tasks.ruler.structure import ESSAY, MATCH_PART, NIAH
 
 
@@ -28,7 +28,7 @@ class Generator:
         """Hash of the files behind a subset, "" if there are none."""
         text = self._checkout.fingerprint() if self._checkout else ""
         if self._checkout and subset in NIAH and NIAH[subset].haystack == ESSAY:
-            text += hashlib.sha256(" ".join(self._checkout.essays()).encode()).hexdigest()
+            text += hashlib.sha256(" ".join(essays(self._checkout.folder)).encode()).hexdigest()
         if subset in MATCH_PART and self._qa_folder:
             text += corpora.read(self._qa_folder, subset).digest
         return text

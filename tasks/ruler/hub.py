@@ -14,9 +14,10 @@ from typing import Any
 
 from qevict_bench.task import Example
 from tasks.ruler.official import occurrences
-from tasks.ruler.structure import NIAH
+from tasks.ruler.structure import MATCH_PART, NIAH
+from tasks.ruler.texts import Groups, checked, checked_answers
 
-COLUMNS = {"context": str, "question": str, "answer_prefix": str, "answer": list, "max_new_tokens": int}
+COLUMNS = ("context", "question", "answer_prefix", "answer", "max_new_tokens")
 
 
 def hash_rows(hub_id: str, context_length: int, subsets: tuple[str, ...]) -> str:
@@ -30,25 +31,26 @@ def hash_rows(hub_id: str, context_length: int, subsets: tuple[str, ...]) -> str
 
 def examples(hub_id: str, context_length: int, subset: str, limit: int) -> Iterator[Example]:
     """Yield the first `limit` rows of a subset, or all if it has fewer. Raises ValueError for bad rows."""
+    groups = Groups()
     for index, row in enumerate(_rows(hub_id, context_length, subset)):
         if index == limit:
             return
         where = f"{hub_id}, {subset}, row {index}"
-        for column, kind in COLUMNS.items():
-            if not isinstance(row.get(column), kind):
-                raise ValueError(f"{where}: {column} is {row.get(column)!r}; kvpress' form has {kind.__name__} there")
-        answers = tuple(map(str, row["answer"]))
-        if not answers:
-            raise ValueError(f"{where}: answer is empty; give a set in kvpress' form")
+        texts = {name: checked(row.get(name), f"{where}: {name}") for name in ("context", "question", "answer_prefix")}
+        answers = checked_answers(row.get("answer"), f"{where}: answer")
+        new_tokens = row.get("max_new_tokens")
+        if not isinstance(new_tokens, int) or new_tokens < 1:
+            raise ValueError(f"{where}: max_new_tokens is {new_tokens!r}; it must be a positive integer")
         yield Example(
             id=f"{subset}-{index:04d}",
             subset=subset,
-            context=row["context"],
-            question=row["question"],
-            answer_prefix=row["answer_prefix"],
+            context=texts["context"],
+            question=texts["question"],
+            answer_prefix=texts["answer_prefix"],
             answers=answers,
-            max_new_tokens=row["max_new_tokens"],
-            answer_spans=occurrences(row["context"], answers) if subset in NIAH else (),
+            max_new_tokens=new_tokens,
+            answer_spans=occurrences(texts["context"], answers) if subset in NIAH else (),
+            group=groups.name(texts["context"]) if subset in MATCH_PART else "",
             data_source=hub_id,
         )
 
@@ -57,6 +59,8 @@ def _rows(hub_id: str, context_length: int, subset: str) -> Iterator[dict[str, A
     names = _configurations(hub_id)
     if str(context_length) in names:
         rows = _load(hub_id, str(context_length), "test")
+        if "task" not in rows.column_names:
+            raise ValueError(f"{hub_id} has no column task; give a set in kvpress' form")
         kept = [i for i, task in enumerate(rows["task"]) if task == subset]
         rows = rows.select(kept)
     elif subset in names:

@@ -1,7 +1,7 @@
 """Haystack sizes found before, so that an example made again needs no tokenizer.
 
-One file per (tokenizer, length, seed, split, generator) in the user's cache, one JSON line per example: id, number of
-units, and a hash of the text they gave. A line that is damaged, or whose text differs, is as good as none.
+One file per (tokenizer, length, seed, split, data folders, generator) in the user's cache, one JSON line per example:
+id, number of units, and a hash of the text they gave. A line that is damaged, or whose text differs, is as good as none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class Lengths:
     """The sizes of one file. If the cache folder cannot be written, sizes are found anew each time."""
 
-    def __init__(self, prompter: Prompter, context_length: int, seed: int, split: str) -> None:
-        key = f"{prompter.fingerprint}/{context_length}/{seed}/{split}/{_generator()}"
+    def __init__(self, prompter: Prompter, context_length: int, seed: int, split: str, data: str) -> None:
+        key = f"{prompter.fingerprint}/{context_length}/{seed}/{split}/{data}/{_generator()}"
         self._context_length, self._prompter = context_length, prompter
         try:
             self._path: Path | None = cache_dir() / "ruler" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl"
@@ -49,7 +49,7 @@ class Lengths:
 
     def _sized(self, draft: Draft, hint: int) -> tuple[int, Example]:
         num_units, text_hash = self._known.get(draft.id, (0, ""))
-        if num_units:
+        if draft.min_units <= num_units <= min(draft.max_units, self._context_length):
             known = draft.build(num_units)
             if _hash(known) == text_hash:
                 return num_units, known
@@ -59,13 +59,15 @@ class Lengths:
 
     def _read(self) -> dict[str, tuple[int, str]]:
         known: dict[str, tuple[int, str]] = {}
-        if self._path is None or not self._path.exists():
+        try:
+            lines = self._path.read_bytes().splitlines() if self._path is not None else []
+        except OSError:
             return known
-        for line in self._path.read_bytes().splitlines():
+        for line in lines:
             try:
                 name, num_units, text_hash = json.loads(line)
                 known[str(name)] = (int(num_units), str(text_hash))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError, RecursionError):
                 continue
         return known
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from qevict_bench.task import Example
 from tasks.ruler.structure import MATCH_PART, NIAH, OFFICIAL_NEW_TOKENS
+from tasks.ruler.texts import Groups, checked, checked_answers
 
 COLUMNS = ("input", "outputs", "answer_prefix")
 
@@ -39,18 +41,29 @@ def examples(data_dir: str, subset: str, limit: int) -> Iterator[Example]:
 
     The id is the line number from 0: `index` of niah rows is a character position and can repeat.
     """
-    path = find_file(data_dir, subset)
+    path, groups = find_file(data_dir, subset), Groups()
     with path.open("rb") as lines:
         for index, line in enumerate(lines):
             if index >= limit:
                 return
-            yield _example(subset, index, line, f"{path}, line {index + 1}")
+            yield _example(subset, index, line, f"{path}, line {index + 1}", groups)
 
 
-def _example(subset: str, index: int, line: bytes, where: str) -> Example:
+def longest(data_dir: str, subsets: tuple[str, ...]) -> int:
+    """The largest `length` of the files: prompt + answer in tokens of the tokenizer they were made for; 0 if unsaid."""
+    most = 0
+    for subset in subsets:
+        for line in find_file(data_dir, subset).read_bytes().splitlines():
+            with suppress(ValueError, TypeError, AttributeError, RecursionError):
+                length = json.loads(line).get("length", 0)
+                most = max(most, length if isinstance(length, int) else 0)
+    return most
+
+
+def _example(subset: str, index: int, line: bytes, where: str, groups: Groups) -> Example:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{where}: not a JSON object ({error}); write the file anew with RULER's prepare.py"
         ) from error
@@ -60,12 +73,9 @@ def _example(subset: str, index: int, line: bytes, where: str) -> Example:
             f"{where}: no column {', '.join(missing)}; RULER writes {', '.join(COLUMNS)} since May 2025, older files "
             "keep the prefix inside input: write the data anew with today's RULER"
         )
-    outputs = row["outputs"]
-    if not isinstance(outputs, list) or not outputs or not all(isinstance(output, str) for output in outputs):
-        raise ValueError(f"{where}: outputs is {outputs!r}; it must be a non-empty list of strings")
+    outputs = checked_answers(row["outputs"], f"{where}: outputs")
     for column in ("input", "answer_prefix"):
-        if not isinstance(row[column], str):
-            raise ValueError(f"{where}: {column} is {row[column]!r}; it must be a string")
+        checked(row[column], f"{where}: {column}")
     text = row["input"]
     boundary = _question_start(subset, text)
     context = text[:boundary]
@@ -75,9 +85,10 @@ def _example(subset: str, index: int, line: bytes, where: str) -> Example:
         context=context,
         question=text[boundary:],
         answer_prefix=row["answer_prefix"],
-        answers=tuple(outputs),
+        answers=outputs,
         max_new_tokens=OFFICIAL_NEW_TOKENS[subset],
         answer_spans=occurrences(context, outputs) if subset in NIAH else (),
+        group=groups.name(context) if subset in MATCH_PART else "",
         data_source="official",
     )
 

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import islice
 from random import Random
 from typing import NamedTuple
 
 from tasks.ruler.fit import Body, Draft
 from tasks.ruler.wording import Wording
 
+_WORD = re.compile(r"\S+")
+
 
 class Document(NamedTuple):
-    """A title ("" = none) and the sentences, which a space joins."""
+    """A title ("" = none) and a text."""
 
     title: str
-    sentences: tuple[str, ...]
+    text: str
 
-    def text(self, num_sentences: int) -> str:
-        head = f"{self.title}\n" if self.title else ""
-        return head + " ".join(self.sentences[:num_sentences])
+    @property
+    def num_words(self) -> int:
+        return len(self.text.split())
+
+    def beginning(self, num_words: int) -> str:
+        """The title, and the first `num_words` words of the text."""
+        end = len(self.text)
+        if num_words < self.num_words:
+            end = next(islice(_WORD.finditer(self.text), num_words - 1, None)).end()
+        return (f"{self.title}\n" if self.title else "") + self.text[:end]
 
 
 class Question(NamedTuple):
@@ -30,8 +41,8 @@ class Question(NamedTuple):
     answers: tuple[str, ...]
     support: tuple[Document, ...]
     others: Iterator[Document]
-    num_sentences: int
-    """Sentences in `support` and `others` together; a large number if `others` never ends."""
+    num_words: int
+    """Words in `support` and `others` together; a large number if `others` never ends."""
     group: str
     data_source: str
 
@@ -43,9 +54,9 @@ class _Placed(NamedTuple):
 
 
 def draft(subset: str, name: str, question: Question, rng: Random, wording: Wording) -> Draft:
-    """A unit of the haystack is one sentence; the document that was added last may be cut after any sentence."""
+    """A unit of the haystack is one word; the document that was added last may be cut after any word."""
     placed = [_Placed(rng.random(), document, True) for document in question.support]
-    supporting = sum(len(document.sentences) for document in question.support)
+    supporting = sum(document.num_words for document in question.support)
     taken = supporting
 
     def body(num_units: int) -> Body:
@@ -53,7 +64,7 @@ def draft(subset: str, name: str, question: Question, rng: Random, wording: Word
         while taken < num_units:
             document = next(question.others)
             placed.append(_Placed(rng.random(), document, False))
-            taken += len(document.sentences)
+            taken += document.num_words
         return _number(placed, num_units, question.answers, wording)
 
     return Draft(
@@ -63,20 +74,20 @@ def draft(subset: str, name: str, question: Question, rng: Random, wording: Word
         answers=question.answers,
         max_new_tokens=wording.new_tokens(subset),
         body=body,
-        min_units=min(supporting + 1, question.num_sentences),
-        max_units=question.num_sentences,
+        min_units=min(supporting + 1, question.num_words),
+        max_units=question.num_words,
         group=question.group,
         data_source=question.data_source,
     )
 
 
-def _number(placed: list[_Placed], num_sentences: int, answers: tuple[str, ...], wording: Wording) -> Body:
+def _number(placed: list[_Placed], num_words: int, answers: tuple[str, ...], wording: Wording) -> Body:
     shown = []
     for item in placed:
-        if num_sentences <= 0:
+        if num_words <= 0:
             break
-        shown.append((item, item.document.text(num_sentences)))
-        num_sentences -= len(item.document.sentences)
+        shown.append((item, item.document.beginning(num_words)))
+        num_words -= item.document.num_words
     shown.sort(key=lambda pair: pair[0].rank)
     pieces: list[str] = []
     spans = []

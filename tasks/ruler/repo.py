@@ -6,8 +6,12 @@ RULER's.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import cycle
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +19,7 @@ from tasks.ruler.checkout import Checkout
 from tasks.ruler.structure import NIAH, Niah
 from tasks.ruler.wording import Frame, Wording
 
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _FAMILIES = dict.fromkeys(NIAH, "niah") | {
     "vt": "variable_tracking",
     "cwe": "common_words_extraction",
@@ -43,7 +48,7 @@ class RepoWording(Wording):
 
     def essay(self, rng: Random) -> Iterator[str]:
         """The essays from their beginning, again and again."""
-        return cycle(self._checkout.essays())
+        return cycle(essays(self._checkout.folder))
 
     def vt(self, value: str, count: int) -> Frame:
         return self._frame("vt", query=value, num_v=count)
@@ -84,3 +89,17 @@ def _singular(text: str) -> str:
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         text = text.replace(old, new)
     return text
+
+
+@lru_cache(maxsize=2)
+def essays(folder: Path) -> tuple[str, ...]:
+    """Sentences of the essays that RULER downloads, split after full stops (RULER splits with NLTK's punkt)."""
+    path = folder / "json" / "PaulGrahamEssays.json"
+    try:
+        words = json.loads(path.read_text(encoding="utf-8-sig"))["text"].split()
+        return tuple(_SENTENCE_END.split(" ".join(words))) if words[0] else ()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(
+            f"{path} is missing or damaged; run download_paulgraham_essay.py in its folder, or leave out subsets with "
+            "essays"
+        ) from None

@@ -1,0 +1,228 @@
+"""Leases: the right of one process to write a folder, which every host that sees the folder can judge.
+
+A lease is a file lease.<n> that names its owner and whose modification time the owner renews every BEAT_S seconds. The
+highest number counts. It has ended when it was not renewed for EXPIRES_S seconds, or when its owner's process on this
+machine is dead. Whoever takes over from an ended lease creates number n + 1, which only one can, and removes the older
+ones; an owner that was merely asleep then finds its file gone and writes no more. Where the file system has file locks,
+`lock` is locked as well: that frees the folder at once when a process of this machine dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cache
+from io import FileIO
+from pathlib import Path
+
+BEAT_S = 10.0
+EXPIRES_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Held(Exception):
+    """Another live process holds the folder; the message describes it."""
+
+
+class LeaseLost(RuntimeError):
+    """The lease has ended or is another process's now."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who made a lease. `machine` tells machines and containers of one host name apart; `token` is the lease's own."""
+
+    pid: int
+    host: str
+    since: str
+    machine: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A lease as found: its number, its owner (None if nothing is written yet), seconds since its last renewal."""
+
+    number: int
+    owner: Owner | None
+    age_s: float
+
+    @property
+    def alive(self) -> bool:
+        dead = self.owner is not None and self.owner.machine == _machine() and not _exists(self.owner.pid)
+        return abs(self.age_s) <= EXPIRES_S and not dead
+
+    def __str__(self) -> str:
+        return f"{self.owner or 'another process'}, heartbeat {max(self.age_s, 0):.0f} s ago"
+
+
+class Lease:
+    """A lease that this process owns, renewed by a thread until `release`. Made by `acquire`."""
+
+    def __init__(self, path: Path, descriptor: int, text: bytes, lock: FileIO | None):
+        self._path, self._descriptor, self._text, self._lock = path, descriptor, text, lock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"lease {path}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise LeaseLost if this process must not write any more."""
+        with suppress(OSError):
+            os.utime(self._descriptor)  # first: after a long sleep a contender should see us before we look
+        if not self.mine():
+            seen = look(self._path.parent)
+            raise LeaseLost(f"it is held by {seen} now" if seen else "its lease is gone")
+
+    def release(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        with suppress(OSError):
+            if self._path.read_bytes() == self._text:
+                self._path.unlink()
+        os.close(self._descriptor)
+        if self._lock is not None:
+            self._lock.close()
+
+    def mine(self) -> bool:
+        """Whether the file is still there, and the newest."""
+        try:
+            unchanged = self._path.read_bytes() == self._text  # opening asks the server, where there is one
+            return unchanged and self._path.name == f"lease.{max(_numbers(self._path.parent), default=0)}"
+        except OSError:
+            return False
+
+    def _renew(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            with suppress(OSError):  # a lease that cannot be renewed ends, and `check` finds out
+                os.utime(self._descriptor)
+
+
+def acquire(folder: Path) -> Lease:
+    """Own the existing `folder`. Raises Held, FileNotFoundError if it vanishes, and other OSErrors if not writable."""
+    lock = _lock(folder)
+    try:
+        while True:
+            seen = look(folder, clock=_clock)
+            if seen is not None and seen.alive and not (lock and seen.owner and seen.owner.machine == _machine()):
+                raise Held(str(seen))
+            number = seen.number + 1 if seen else 1
+            try:
+                lease = _create(folder / f"lease.{number}", lock)
+            except FileExistsError:  # somebody was faster, or our listing is an old one
+                time.sleep(0.05)
+                continue
+            for older in _numbers(folder):
+                if older < number:
+                    (folder / f"lease.{older}").unlink(missing_ok=True)
+            if lease.mine():
+                if seen is not None:
+                    log.info("%s: took over from %s", folder, seen)
+                return lease
+            lease.release()  # a newer one was made since we looked
+            lock = _lock(folder)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def _create(path: Path, lock: FileIO | None) -> Lease:
+    since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    owner = Owner(os.getpid(), socket.gethostname(), since, _machine(), secrets.token_hex(8))
+    text = json.dumps(asdict(owner)).encode()
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        os.write(descriptor, text)
+        os.fsync(descriptor)  # other hosts see it now
+    except OSError:
+        os.close(descriptor)
+        path.unlink()
+        raise
+    return Lease(path, descriptor, text, lock)
+
+
+def look(folder: Path, clock: Callable[[Path], float] = lambda folder: time.time()) -> Sighting | None:
+    """The lease that counts in `folder`, or None. Writes nothing unless `clock`, which gives the time now, does."""
+    while True:
+        try:
+            number = max(_numbers(folder), default=0)
+            if not number:
+                return None
+            with open(folder / f"lease.{number}", "rb") as stream:
+                renewed = os.fstat(stream.fileno()).st_mtime
+                text = stream.read()
+        except FileNotFoundError:
+            if not folder.exists():
+                return None
+            time.sleep(0.01)  # released or taken over since it was listed
+            continue
+        try:
+            owner = Owner(**json.loads(text))
+            owner = owner if isinstance(owner.pid, int) and isinstance(owner.machine, str) else None
+        except (ValueError, TypeError, RecursionError):
+            owner = None
+        return Sighting(number, owner, clock(folder) - renewed)
+
+
+def _numbers(folder: Path) -> list[int]:
+    suffixes = [name.removeprefix("lease.") for name in os.listdir(folder) if name.startswith("lease.")]
+    return [int(suffix) for suffix in suffixes if suffix.isascii() and suffix.isdecimal() and len(suffix) < 10]
+
+
+def _lock(folder: Path) -> FileIO | None:
+    """The locked lock file, which the system frees when the process dies; None if the file system has no locks."""
+    while True:
+        stream = FileIO(folder / "lock", "ab")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            seen = look(folder)
+            raise Held(str(seen) if seen else "another process") from None
+        except OSError:
+            stream.close()
+            return None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(stream.fileno()), os.stat(folder / "lock")):
+                return stream
+        stream.close()  # the file was removed before it was locked: this lock protects nothing
+
+
+def _clock(folder: Path) -> float:
+    """Time now as the file system stamps it, so that the clocks of hosts need not agree."""
+    os.utime(folder / "lock")
+    return (folder / "lock").stat().st_mtime
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@cache
+def _machine() -> str:
+    """Host name, boot and process-id namespace: within it, process ids can be compared."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
