@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qevict_bench.closing import render
 from qevict_bench.results import RunFailed
 from qevict_bench.runner import run
+from qevict_bench.terminal import allow_any_sign
 
 _CONFIGS = Path(__file__).parent / "configs"
 _SHOW_TRACEBACK = "QEVICT_BENCH_TRACEBACK" in os.environ
@@ -43,6 +44,7 @@ def main(cfg: DictConfig) -> None:
 def command_line(arguments: list[str]) -> int:
     """Run with these arguments and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    allow_any_sign()
     for text in arguments:
         if label := re.match(r"\+*((?:method|reference|model|protocol|profile|task)\.(?:name|_target_))=", text):
             return _report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))

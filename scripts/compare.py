@@ -10,13 +10,13 @@ examples share them). Runs must agree in everything but method and budget. Exit 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -27,8 +27,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 from qevict_bench import alarms  # noqa: E402
 from qevict_bench.comparison import MIN_DIFFERING, Comparison, Comparisons, Pair, compare, pair, points, shown_p  # noqa: E402
 from qevict_bench.environment import Environment  # noqa: E402
-from qevict_bench.results import Row, read_json, read_rows  # noqa: E402
+from qevict_bench.results import Row, read_rows  # noqa: E402
+from qevict_bench.standing import read_json, standing  # noqa: E402
 from qevict_bench.statistics import ALPHA, holm, spearman  # noqa: E402
+from qevict_bench.terminal import allow_any_sign, columns, cut, fitted, plain, wrapped  # noqa: E402
 
 WIDTH = 100
 SETTING = ("model", "dtype", "task", "prompt_source", "split", "seed", "protocol", "first_token")
@@ -39,7 +41,10 @@ DATA = ("subset", "index", "group", "answers", "prompt_tokens")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as read from its folder. `reference_id` and `finished` come from summary.json ("" and False without it)."""
+    """A run as read from its folder. `reference_id` comes from summary.json ("" without it).
+
+    `finished`: it has every example that its newest command asked for, and their summary.
+    """
 
     number: int
     path: Path
@@ -78,6 +83,11 @@ class Match:
         return f"{self.first.number} - {self.second.number}"
 
     @property
+    def num_either(self) -> int:
+        """Examples that one run or the other has, whatever their status."""
+        return len({row.example_id for run in (self.first, self.second) for row in run.rows})
+
+    @property
     def flat(self) -> list[Pair]:
         return [both for members in self.pairs.values() for both in members]
 
@@ -103,7 +113,9 @@ def load(name: str, results_dir: Path, number: int) -> Run:
     summary = read_json(path / "summary.json")
     facts = summary.get("facts")
     reference_id = str(facts.get("reference_id", "")) if isinstance(facts, dict) else ""
-    return Run(number, path, list(found.values()), config, environment, reference_id, bool(summary))
+    stands = standing(path, found.values())
+    finished = stands.complete and stands.summarized
+    return Run(number, path, list(found.values()), config, environment, reference_id, finished)
 
 
 def check(first: Run, second: Run, allowed: Sequence[str]) -> None:
@@ -175,7 +187,7 @@ def _title(runs: Sequence[Run]) -> Iterator[str]:
     row = runs[0].rows[0]
     wording = "-style (own wording)" if row.prompt_source == "own" else f" ({row.prompt_source} wording)"
     devices = ", ".join(sorted({run.rows[0].device for run in runs}))
-    yield f"{row.task.upper()}{wording} on {row.model} ({row.dtype}, {devices})"
+    yield from _wrapped(f"{row.task.upper()}{wording} on {row.model} ({row.dtype}, {devices})", "")
     yield f"protocol {row.protocol}, first_token {row.first_token}, split {row.split}, seed {row.seed}"
     mixed = {name for a, b in combinations(runs, 2) for name, mine, theirs in _origins(a, b) if mine != theirs}
     if mixed:
@@ -196,7 +208,7 @@ def _run_table(runs: Sequence[Run]) -> Iterator[str]:
         memory = f"{run.memory:6.3f}" if run.good else f"{'n/a':>6}"
         state = "summarized" if run.finished else "partial"
         yield (
-            f"{run.number:2}  {_cut(row.run_id, 12):12}  {_cut(row.method, 24):24}  {_cut(row.budget, 8):8}  {memory}  "
+            f"{run.number:2}  {fitted(row.run_id, 12)}  {fitted(row.method, 24)}  {fitted(row.budget, 8)}  {memory}  "
             f"{num_good:5}  {len(run.rows) - num_good:6}  {state}"
         )
         if row.variant:
@@ -234,12 +246,14 @@ def _pair_table(matches: Sequence[Match], adjusted: Mapping[str, float]) -> Iter
     yield f"*: Holm's p at most 5 %, beyond noise, and at least {MIN_DIFFERING} examples differ"
     for match in matches:
         found = match.found.overall
+        if len(match.flat) < match.num_either:
+            yield f"{match.label}: {len(match.flat)} of {match.num_either} examples shared (ok in both)"
         if found is not None and found.num_clusters < found.num_pairs:
             yield f"{match.label}: {found.num_pairs} examples share {found.num_clusters} contexts, resampled as such"
 
 
 def _subset_table(match: Match) -> Iterator[str]:
-    width = max([len("subset"), *(len(_cut(name, 30)) for name in match.found.subsets)])
+    width = max([len("subset"), *(columns(cut(name, 28)) for name in match.found.subsets)])
     yield ""
     yield (
         f"{match.label:{width}} {'n':>5} {'first':>6} {'second':>6} {'difference, 95 % interval':<25} "
@@ -248,7 +262,7 @@ def _subset_table(match: Match) -> Iterator[str]:
     yield "-" * (width + 72)
     for name, found in match.found.subsets.items():
         p = match.found.adjusted[name]
-        yield _figures(f"{_cut(name, 30):{width}}", found, p, p <= ALPHA, show_p=False)
+        yield _figures(fitted(name, width), found, p, p <= ALPHA, show_p=False)
 
 
 def _figures(label: str, found: Comparison, adjusted: float, star: bool, *, show_p: bool) -> str:
@@ -283,19 +297,15 @@ def _p(found: Comparison | None) -> float:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    return wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return wrapped(text, WIDTH, indent, indent + "  ")
 
 
 def _short(value: object) -> str:
-    return _cut(" ".join(str(value).split()) or "empty", 60)
+    return cut(str(value), 60) or "empty"
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return plain(str(error))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -326,4 +336,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet in `| head`
+    allow_any_sign()
     sys.exit(main())

@@ -9,24 +9,26 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from qevict_bench.leases import Sighting, look
-from qevict_bench.results import Damaged, Row, known_sizes, read_json, read_rows
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
+
+from qevict_bench.leases import Sighting, look  # noqa: E402
+from qevict_bench.results import Damaged, Row, read_rows  # noqa: E402
+from qevict_bench.standing import Standing, standing  # noqa: E402
+from qevict_bench.terminal import allow_any_sign, columns, fitted, plain  # noqa: E402
 
 WIDTH = 120
 COLUMNS = {"run": 12, "model": 14, "method": 26, "budget": 8, "task": 10, "done": 9}
 """Most characters each column may take; the state takes what is left of WIDTH."""
 
-KINDS = ("done", "running", "stopped", "infeasible", "failed", "damaged")
+KINDS = ("done", "running", "stalled", "stopped", "infeasible", "failed", "damaged")
 
 
 @dataclass(frozen=True)
@@ -59,38 +61,36 @@ def inspect(path: Path) -> Run | None:
         written_s = max((file.stat().st_mtime for file in files), default=0.0)
         rows = list(read_rows(path / "rows.jsonl")[0].values())
         labels = _labels(path, rows)
-        subsets, limit = _asked(path)
-        sizes = known_sizes(path / "summary.json")
+        found = standing(path, rows)
     except FileNotFoundError:
         return None
     except (Damaged, OSError) as error:
         return Run(path.name, "damaged", f"damaged: {str(error).removeprefix(f'{path}/')}", written_s)
-    asked = [row for row in rows if not limit or (row.subset in subsets and row.index < limit)]
-    failed = tuple(row for row in asked if row.status == "error")
-    num_done = len(asked) - len(failed)
-    wanted = sum(min(limit, sizes.get(name, limit)) for name in subsets) if limit else -1
-    summarized = (path / "summary.json").exists()
-    kind, state = _state(asked, failed, num_done >= wanted, summarized, lease)
-    return Run(path.name, kind, state, written_s, labels, num_done, wanted, failed)
+    kind, state = _state(found, lease)
+    return Run(path.name, kind, state, written_s, labels, found.num_done, found.wanted, found.failed)
 
 
-def _state(
-    asked: Sequence[Row], failed: Sequence[Row], complete: bool, summarized: bool, lease: Sighting | None
-) -> tuple[str, str]:
+def _state(found: Standing, lease: Sighting | None) -> tuple[str, str]:
     """First word and text of the state."""
+    failed = found.failed
     owner = "another process"
     if lease is not None and lease.owner is not None:
         owner = f"pid {lease.owner.pid} on {lease.owner.host}"
     age = f"{max(lease.age_s, 0):.0f} s ago" if lease is not None else ""
+    errors = f", {len(failed)} errors" if failed else ""
     if lease is not None and lease.alive:
-        return "running", f"running ({owner}, {age}{f', {len(failed)} errors' if failed else ''})"
+        return "running", f"running ({owner}, {age}{errors})"
+    if lease is not None and lease.ahead:
+        return "running", f"running? (clocks differ; {owner}, {-lease.age_s:.0f} s ahead{errors})"
+    if lease is not None and lease.owner is not None and lease.stalled:
+        return "stalled", f"stalled (pid {lease.owner.pid} still holds it: continue or kill it{errors})"
     if failed:
         return "failed", f"failed ({len(failed)} error rows; {failed[0].error})"
-    if not complete or not summarized:
-        what = "no summary" if complete else "partial"
+    if not found.complete or not found.summarized:
+        what = "no summary" if found.complete else "partial"
         return "stopped", f"stopped ({what}; stale: {owner}, {age})" if lease is not None else f"stopped ({what})"
-    infeasible = [row for row in asked if row.status == "infeasible"]
-    if infeasible and len(infeasible) == len(asked):
+    infeasible = [row for row in found.rows if row.status == "infeasible"]
+    if infeasible and len(infeasible) == len(found.rows):
         return "infeasible", f"infeasible ({infeasible[0].error})"
     return "done", f"done ({len(infeasible)} infeasible)" if infeasible else "done"
 
@@ -112,45 +112,15 @@ def _labels(path: Path, rows: Sequence[Row]) -> dict[str, str]:
         raise Damaged(f"{path / 'config.yaml'} is damaged; start over with resume=restart") from None
 
 
-def _asked(path: Path) -> tuple[list[str], int]:
-    """Subsets and limit that the newest command asked for; ([], 0) if none noted it."""
-    values: Any = read_json(path / "wanted.json")
-    subsets, limit = values.get("subsets", []), values.get("limit", 0)
-    texts = isinstance(subsets, list) and all(isinstance(name, str) for name in subsets)
-    if not texts or type(limit) is not int or limit < 0:
-        raise Damaged(f"{path / 'wanted.json'} is damaged; delete it and run again")
-    return subsets, limit
-
-
 def table(runs: Sequence[Run]) -> Iterator[str]:
     rows = [[*COLUMNS], *(run.cells for run in runs)]
     widths = [
-        min(most, max(_width(_plain(row[column])) for row in rows)) for column, most in enumerate(COLUMNS.values())
+        min(most, max(columns(plain(row[column])) for row in rows)) for column, most in enumerate(COLUMNS.values())
     ]
     rest = WIDTH - sum(widths) - 2 * len(widths)
     for cells, state in zip(rows, ["state", *(run.state for run in runs)], strict=True):
-        texts = [_fitted(text, width) for text, width in zip(cells, widths, strict=True)]
-        yield "  ".join([*texts, _fitted(state, rest)]).rstrip()
-
-
-def _plain(text: str) -> str:
-    """On one line, without characters that steer a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-
-
-def _width(text: str) -> int:
-    """Columns of a terminal: wide characters take two, combining ones none."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-
-
-def _fitted(text: str, width: int) -> str:
-    """`text` on one line, padded or cut to `width` columns; a cut shows as an ellipsis."""
-    text = _plain(text[: 10 * width])
-    if _width(text) > width:
-        while _width(text) > width - 1:
-            text = text[:-1]
-        text += "…"
-    return text + " " * (width - _width(text))
+        texts = [fitted(text, width) for text, width in zip(cells, widths, strict=True)]
+        yield "  ".join([*texts, fitted(state, rest)]).rstrip()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,9 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.failed:
         for run in found:
             for row in run.failed:
-                print(_plain(f"{run.name} {row.method} {row.example_id}: {row.error}"))
+                print(plain(f"{run.name} {row.method} {row.example_id}: {row.error}"))
             if run.kind == "damaged":
-                print(_plain(f"{run.name} {run.state}"))
+                print(plain(f"{run.name} {run.state}"))
     else:
         print("\n".join(table(found)))
         counts = Counter(run.kind for run in found)
@@ -183,6 +153,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet in `| head`
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # terminals that lack a sign show "?"
+    allow_any_sign()
     sys.exit(main())

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import rows as made
 
 from qevict_bench import runner
+from qevict_bench.terminal import columns
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compare.py"
 Run = Callable[..., tuple[int, str, str]]
@@ -40,7 +42,7 @@ def compare(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
             assert err.count("\n") == 1
             assert out == ""
         else:
-            assert max(map(len, out.splitlines())) <= 100
+            assert max(map(columns, out.splitlines())) <= 100
         return code, out, err
 
     return run
@@ -67,6 +69,7 @@ def test_a_clear_difference(compare: Run, two: tuple[Path, Path]) -> None:
     assert line.split()[3:7] == ["120", f"{macro[0]:.1f}", f"{macro[1]:.1f}", f"{macro[0] - macro[1]:+.1f}"]
     assert " <.001*" in line
     assert f"After Holm over 1 pair (5 %): 1 scores above 2 by {macro[0] - macro[1]:.1f}." in out
+    assert "shared" not in out
     assert "FAKE-style (own wording) on fake (float32, cpu)" in out
 
 
@@ -98,6 +101,7 @@ def test_subsets_and_partial_runs(compare: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "summarized" in out
     assert "partial" in out
+    assert "1 - 2: 75 of 120 examples shared (ok in both)" in out
     [easy] = [line for line in out.splitlines() if line.startswith("easy")]
     [hard] = [line for line in out.splitlines() if line.startswith("hard")]
     assert (easy.split()[1], hard.split()[1]) == ("60", "15")
@@ -221,3 +225,45 @@ def test_runs_of_the_runner(compare: Run, tmp_path: Path, monkeypatch: pytest.Mo
         assert f"{diff.value:+6.1f}  [{diff.low:+6.1f}, {diff.high:+6.1f}]" in out
     stored = json.loads((tmp_path / ids[0] / "summary.json").read_text())
     assert [alarm["kind"] for alarm in stored["alarms"]] == ["ceiling", "ceiling"]
+
+
+def test_a_summary_does_not_make_a_run_complete(compare: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the newest command asked for does: as status.py says."""
+    monkeypatch.setattr(runner, "describe", fakes.describe)
+    ids = [runner.run(fakes.config(tmp_path, method__strength=n, limit=3), fakes.ENGINE).run_id for n in (1, 2)]
+
+    def states() -> list[str]:
+        _, out, _ = compare(*ids, "--results-dir", tmp_path)
+        return [line.split()[-1] for line in out.splitlines() if line.endswith(("  summarized", "  partial"))]
+
+    assert states() == ["summarized", "summarized"]
+    wanted = tmp_path / ids[0] / "wanted.json"
+    wanted.write_text(json.dumps({"limit": 5, "subsets": ["easy", "hard"]}))
+    assert states() == ["partial", "summarized"]
+    (tmp_path / ids[1] / "summary.json").unlink()
+    assert states() == ["partial", "partial"]
+    wanted.write_text("[]")
+    assert "wanted.json is damaged" in compare(*ids, "--results-dir", tmp_path)[2]
+
+
+def test_an_example_that_failed_in_one_run_is_not_shared(compare: Run, tmp_path: Path) -> None:
+    one = made.write(tmp_path / "one", made.rows({"easy": [1.0] * 4}))
+    other = [*made.rows({"easy": [1.0] * 3}), made.row("easy", 3, status="infeasible")]
+    changed = [replace(row, run_id="b" * 12, method="snapkv") for row in other]
+    _, out, _ = compare(one, made.write(tmp_path / "two", changed))
+    assert "1 - 2: 3 of 4 examples shared (ok in both)" in out
+
+
+def test_wide_and_steering_characters_keep_the_columns(compare: Run, tmp_path: Path) -> None:
+    common = {"model": "模型" * 40, "dtype": "float32"}
+    values = {"容易" * 9: [1.0, 0.0], "hard\x1b[31m": [1.0, 0.0]}
+    one = made.write(tmp_path / "a", made.rows(values, method="方法" * 4, variant="変数=値 " * 30, **common))
+    two = made.write(tmp_path / "b", made.rows(values, run_id="b" * 12, method="snapkv", **common))
+    _, out, _ = compare(one, two, "--subsets")
+    lines = out.splitlines()
+    assert "\x1b" not in out
+    table = [line for line in lines if " partial" in line]
+    assert len({columns(line) for line in table}) == 1
+    subsets = [line for line in lines if line.startswith(("容易", "hard?"))]
+    assert len(subsets) == 2
+    assert len({columns(line) for line in subsets}) == 1

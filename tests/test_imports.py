@@ -44,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "settings": {"budget"},
     "results": {"environment", "leases"},
+    "standing": {"results"},
+    "terminal": set(),
     "statistics": set(),
     "comparison": {"results", "statistics"},
     "alarms": {"comparison", "results", "statistics"},

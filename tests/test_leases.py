@@ -273,14 +273,92 @@ def test_death_by_kill_9_frees_the_folder_at_once(
     acquire(tmp_path).release()
 
 
+def stop(child: subprocess.Popen[str]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "T":
+        time.sleep(0.01)
+
+
+def test_a_stopped_process_that_holds_the_file_lock_is_named_with_a_remedy(
+    tmp_path: Path, owner: Callable[[], subprocess.Popen[str]]
+) -> None:
+    child = owner()
+    stop(child)
+    os.utime(tmp_path / "lease.1", (time.time() - 300,) * 2)
+    seen = look(tmp_path)
+    assert seen is not None
+    assert (seen.alive, seen.stalled) == (False, True)
+    remedy = f"it stands still: continue it with kill -CONT {child.pid}, or end it with kill -9 {child.pid}"
+    with pytest.raises(Held, match=rf"pid {child.pid} on .*, heartbeat 30\d s ago \({remedy}\)"):
+        acquire(tmp_path)
+    child.send_signal(signal.SIGCONT)
+    assert ask(child) == "mine\n"  # nobody could take it away
+    stop(child)
+    os.utime(tmp_path / "lease.1", (1, 1))
+    child.kill()
+    child.wait()
+    acquire(tmp_path).release()
+
+
+def test_a_lock_that_outlives_its_owner_is_not_blamed_on_the_dead(tmp_path: Path) -> None:
+    """As when a process that it forked lives on."""
+    pid = dead_pid()
+    plant(tmp_path, machine=leases._machine(), pid=pid)
+    with open(tmp_path / "lock", "ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(
+            Held, match=f"a process that pid {pid} on elsewhere, .* left behind, or by one that is just"
+        ):
+            acquire(tmp_path)
+    acquire(tmp_path).release()
+
+
+def test_another_machine_s_process_that_holds_the_lock_is_to_be_ended_there(tmp_path: Path) -> None:
+    plant(tmp_path, age_s=300)
+    with open(tmp_path / "lock", "ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(Held, match=r"continue it with kill -CONT 77 on elsewhere, or end it with kill -9 77"):
+            acquire(tmp_path)
+
+
+def test_a_reused_process_id_and_an_uncollected_child_are_no_owners(tmp_path: Path) -> None:
+    me = {"machine": leases._machine(), "pid": os.getpid()}
+    born, _ = leases._born(os.getpid())
+    for changes, alive in (({"born": born}, True), ({"born": born + 1}, False), ({"born": 0}, True)):
+        plant(tmp_path, **me | changes)
+        seen = look(tmp_path)
+        assert seen is not None
+        assert (seen.alive, seen.stalled) == (alive, False)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    plant(tmp_path, machine=leases._machine(), pid=child.pid)
+    seen = look(tmp_path)
+    assert seen is not None
+    assert not seen.alive
+    child.wait()
+
+
+def test_a_full_disk_leaves_no_file_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        acquire(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(OSError, match="No space left"):
+        acquire(tmp_path)
+    assert (tmp_path / "lock").exists()
+
+
 def test_a_stopped_process_is_replaced_after_expiry_and_then_says_so(
     tmp_path: Path, owner: Callable[[], subprocess.Popen[str]], no_locks: None
 ) -> None:
     child = owner()
     assert ask(child) == "mine\n"
-    child.send_signal(signal.SIGSTOP)
-    while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "T":
-        time.sleep(0.01)
+    stop(child)
     with pytest.raises(Held):
         acquire(tmp_path)
     os.utime(tmp_path / "lease.1", (1, 1))  # a minute later

@@ -24,7 +24,7 @@ from test_imports import imports_of
 from methods.qevict import QEvict
 from methods.snapkv import SnapKV
 from qevict_bench.closing import render
-from qevict_bench.environment import ENGINE, READ_ROWS, Environment, code_files, code_hash, hash_of
+from qevict_bench.environment import ENGINE, READ_ROWS, Environment, _git, code_files, code_hash, hash_of
 from qevict_bench.results import (
     SHARES,
     SIZES,
@@ -32,11 +32,13 @@ from qevict_bench.results import (
     Different,
     Row,
     RunFailed,
-    known_sizes,
+    check_row,
     open_run,
     read_rows,
     run_id,
+    write_atomic,
 )
+from qevict_bench.standing import known_sizes
 from qevict_bench.summary import Facts, summarize
 
 ROOT = Path(__file__).parents[1]
@@ -83,11 +85,11 @@ def write(path: Path, *rows: Row) -> None:
 
 
 def test_rows_survive_a_round_trip(path: Path) -> None:
-    write(path, ROW, replace(ROW, example_id="a-0001", score=None, status="infeasible"))
+    write(path, ROW, replace(ROW, example_id="a-0001", index=1, score=None, status="infeasible"))
     with open_run(path, "other\n", ENVIRONMENT) as folder:
         assert folder.rows == {
             "a-0000": ROW,
-            "a-0001": replace(ROW, example_id="a-0001", score=None, status="infeasible"),
+            "a-0001": replace(ROW, example_id="a-0001", index=1, score=None, status="infeasible"),
         }
     assert (path / "config.yaml").read_text() == "limit: 4\n"
     assert json.loads((path / "env.json").read_text()) == asdict(ENVIRONMENT)
@@ -101,16 +103,20 @@ def test_the_newest_row_of_an_example_counts(path: Path) -> None:
     assert len((path / "rows.jsonl").read_text().splitlines()) > 1
 
 
+def second(line: bytes) -> bytes:
+    return line.replace(b"a-0000", b"a-0001").replace(b'"index": 0', b'"index": 1')
+
+
 @pytest.mark.parametrize("keep", [1, 40, -1])
 def test_a_torn_last_line_is_dropped_with_a_warning(path: Path, keep: int, caplog: pytest.LogCaptureFixture) -> None:
     write(path, ROW)
     whole = (path / "rows.jsonl").read_bytes()
-    (path / "rows.jsonl").write_bytes(whole + whole.replace(b"a-0000", b"a-0001")[:keep])
+    (path / "rows.jsonl").write_bytes(whole + second(whole)[:keep])
     with caplog.at_level(logging.WARNING), open_run(path, "", ENVIRONMENT) as folder:
         assert list(folder.rows) == ["a-0000"]
-        folder.append(replace(ROW, example_id="a-0001"))
+        folder.append(replace(ROW, example_id="a-0001", index=1))
     assert "torn" in caplog.text
-    assert (path / "rows.jsonl").read_bytes() == whole + whole.replace(b"a-0000", b"a-0001")
+    assert (path / "rows.jsonl").read_bytes() == whole + second(whole)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +401,147 @@ def test_rows_of_another_run_are_named(path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"example_id": "a-0001"}, "a-0001 at index 0 of a contradicts a line above"),
+        ({"index": 1}, "a-0000 at index 1 of a contradicts a line above"),
+        ({"subset": "b"}, "a-0000 at index 0 of b contradicts a line above"),
+        ({"run_id": "4567"}, "it belongs to run 4567"),
+        ({"index": 10**30}, "index has another type"),
+        ({"events": -(10**400)}, "events has another type"),
+        ({"index": -1}, "index -1 is none"),
+    ],
+)
+def test_lines_that_contradict_each_other_are_named(path: Path, changes: dict[str, Any], reason: str) -> None:
+    write(path, ROW)
+    with open(path / "rows.jsonl", "a") as stream:
+        stream.write(json.dumps(asdict(ROW) | changes) + "\n")
+    with (
+        pytest.raises(Damaged, match=f"rows.jsonl:2 is damaged .*{reason}.*resume=restart"),
+        open_run(path, "", ENVIRONMENT),
+    ):
+        pass
+
+
+def test_half_a_surrogate_pair_survives(path: Path) -> None:
+    row = replace(ROW, answers=("\ud83d", "ä"), prediction="\udcff", metrics={"\ud83d": 1.0}, group="日本")
+    write(path, row)
+    assert read_rows(path / "rows.jsonl")[0] == {"a-0000": row}
+    assert (path / "rows.jsonl").read_bytes().isascii()
+    with open_run(path, "", ENVIRONMENT) as folder:
+        folder.write_summary({"problem": "\ud83d"})
+    assert json.loads((path / "summary.json").read_text()) == {"problem": "\ud83d"}
+    line = json.dumps(asdict(ROW), ensure_ascii=False)  # as written before
+    (path / "rows.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert read_rows(path / "rows.jsonl")[0] == {"a-0000": ROW}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metrics": {"x": float("nan")}},
+        {"knobs": {"x": {1, 2}}},
+        {"answers": (3,)},
+        {"new_tokens": 2**64},
+        {"fractions": {}},
+        {"index": -1},
+    ],
+)
+def test_a_row_that_could_not_be_read_again_is_refused(changes: dict[str, Any]) -> None:
+    check_row(ROW)
+    with pytest.raises((ValueError, TypeError)):
+        check_row(replace(ROW, **changes))
+
+
+def full_disk(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    write_atomic(tmp_path / "file", "old")
+    monkeypatch.setattr(os, call, full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(tmp_path / "file", "new")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(tmp_path / "file", "\ud83d")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("good", range(6))
+def test_a_disk_that_is_full_from_some_point_on_leaves_no_run_without_rows(
+    path: Path, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """Synced in turn: lease, config.yaml, env.json, wanted.json, the first row, summary.json."""
+    calls: list[int] = []
+    sync = os.fsync
+
+    def fill_up(descriptor: int) -> None:
+        calls.append(descriptor)
+        (sync if len(calls) <= good else full_disk)(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fill_up)
+
+    def write_all() -> None:
+        with open_run(path, "", ENVIRONMENT) as folder:
+            folder.want(1, "a")
+            folder.append(ROW)
+            folder.write_summary({})
+
+    with pytest.raises((ValueError, RunFailed), match="cannot be written .No space left"):
+        write_all()
+    assert len(calls) == good + 1
+    if good < 5:
+        assert not path.exists()
+    else:
+        assert sorted(file.name for file in path.iterdir()) == [
+            "config.yaml",
+            "env.json",
+            "lock",
+            "rows.jsonl",
+            "wanted.json",
+        ]
+
+
+def test_what_a_killed_process_left_half_written_is_removed(path: Path) -> None:
+    path.mkdir(parents=True)
+    for name in (".config.yaml.7", ".summary.json.8"):
+        (path / name).write_text("half")
+    with pytest.raises(RuntimeError), open_run(path, "", ENVIRONMENT):
+        raise RuntimeError
+    assert not path.exists()
+
+
+def git(folder: Path, *arguments: str) -> None:
+    name = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    subprocess.run(["git", *name, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_only_changes_to_tracked_files_make_a_checkout_dirty(tmp_path: Path) -> None:
+    def dirty() -> bool:
+        _git.cache_clear()
+        return _git(tmp_path)[1]
+
+    git(tmp_path, "init")
+    (tmp_path / "file").write_text("1")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "x")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "rows").write_text("new")
+    assert not dirty()
+    (tmp_path / "file").write_text("2")
+    assert dirty()
+    git(tmp_path, "checkout", "file")
+    assert not dirty()
+    (tmp_path / "file").unlink()
+    assert dirty()
+    _git.cache_clear()
+
+
 def test_a_full_disk_ends_the_run_and_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -404,7 +551,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(path: Path, monkeypatch: pyt
         folder.append(ROW)
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(RunFailed, match="cannot be written .No space left"):
-            folder.append(replace(ROW, example_id="a-0001"))
+            folder.append(replace(ROW, example_id="a-0001", index=1))
     other = path.with_name("4567")
     with pytest.raises(ValueError, match="cannot be written .No space left"), open_run(other, "", ENVIRONMENT):
         pass
@@ -418,7 +565,7 @@ def test_a_writer_that_was_taken_over_writes_no_more(path: Path) -> None:
         folder.append(ROW)
         (path / "lease.1").rename(path / "lease.2")
         before = (path / "rows.jsonl").read_bytes()
-        late = replace(ROW, example_id="a-0001")
+        late = replace(ROW, example_id="a-0001", index=1)
         for act in (lambda: folder.append(late), lambda: folder.want(1, "a"), lambda: folder.write_summary({})):
             with pytest.raises(RunFailed, match=r"run 0123 was taken over .*pid \d+ on .*writes no more rows"):
                 act()

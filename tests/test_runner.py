@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qevict_bench import closing, runner
 from qevict_bench.jobs import Engine
 from qevict_bench.results import RunFailed, open_run, read_rows
 from qevict_bench.summary import Summary
+from qevict_bench.task import Example
 
 ROOT = Path(__file__).parents[1]
 Start = Callable[..., subprocess.Popen[str]]
@@ -414,12 +416,150 @@ def test_a_run_without_file_locks(run: Callable[..., Summary], tmp_path: Path, m
     assert not list(tmp_path.glob("*/lease.*"))
 
 
-def test_rows_of_a_foreign_subset_are_named(run: Callable[..., Summary], tmp_path: Path) -> None:
+def edit(folder: Path, **changes: Any) -> None:
+    """Change the first line of a run's rows."""
+    file = folder / "rows.jsonl"
+    first, *rest = file.read_text().splitlines()
+    file.write_text("".join(f"{line}\n" for line in [json.dumps(json.loads(first) | changes), *rest]))
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"index": 7}, "easy-0000 is index 0 of easy in the task"),
+        ({"index": 10**30}, "index has another type"),
+        ({"example_id": "foreign"}, ""),
+        ({"subset": "harsh"}, "(harsh is no subset of the task|easy-0000 is index 0 of easy in the task)"),
+        ({"subset": "hard", "index": 9}, "easy-0000 is index 0 of easy in the task"),
+    ],
+)
+@pytest.mark.parametrize("of_reference", [False, True])
+def test_a_row_that_is_none_of_the_task_s_examples_is_one_line(
+    run: Callable[..., Summary], tmp_path: Path, changes: Any, reason: str, limit: int, of_reference: bool
+) -> None:
+    """Whether the run is finished or goes on: never a traceback, and never figures from such a row."""
     summary = run(limit=1)
-    file = tmp_path / summary.run_id / "rows.jsonl"
-    file.write_text(file.read_text().replace('"subset": "easy"', '"subset": "harsh"'))
-    with pytest.raises(ValueError, match="rows.jsonl is damaged .harsh is no subset of the task"):
-        run(limit=1)
+    folder = tmp_path / (summary.facts.reference_id if of_reference else summary.run_id)
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1 is damaged .*{reason}") as caught:
+        run(limit=limit)
+    assert folder.name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    mended = run(limit=limit, resume="restart")
+    assert (mended.num_examples, mended.overall and mended.overall.num_pairs) == (2 * limit, 2 * limit)
+
+
+def test_the_only_row_beyond_the_limit_is_one_line(tmp_path: Path) -> None:
+    """As the reviewer found it, and with a summary that says there are no examples."""
+    reference = {"name": "full_kv", "_target_": "fakes.FakePolicy", "strength": 0}
+    cfg = fakes.config(tmp_path, method=reference, limit=1, task__subsets=["easy"])
+    folder = tmp_path / runner.run(cfg, fakes.ENGINE).run_id
+    edit(folder, index=7)
+    with pytest.raises(ValueError, match=r"rows.jsonl:1 is damaged .easy-0000 is index 0 of easy"):
+        runner.run(cfg, fakes.ENGINE)
+    (folder / "summary.json").write_text('{"facts": {"available": {"easy": 0}}}')
+    with pytest.raises(ValueError, match=r"has rows, but none of the first limit=1 examples .*resume=restart"):
+        runner.run(cfg, fakes.ENGINE)
+
+
+@dataclass(frozen=True)
+class AwkwardTask(fakes.FakeTask):
+    """Ends with an exception at one place, or yields what no file can hold as it is."""
+
+    at: str = ""
+    kind: str = "ValueError"
+    odd: str = ""
+
+    def examples(self, *arguments: Any) -> Iterator[Example]:
+        for example in super().examples(*arguments):
+            if example.id == self.at:
+                raise {"ValueError": ValueError, "KeyError": KeyError}[self.kind]("an awkward\narticle")
+            if self.odd == "surrogates":
+                odd = "\ud83d"
+                yield replace(example, answers=(odd, f"yes {odd}"), group=f"g{odd}", data_source=odd)
+            elif self.odd == "twice":
+                yield replace(example, id="easy-0000")
+            elif self.odd == "numbers" and example.id == "easy-0001":
+                yield replace(example, answers=(3,))  # type: ignore[arg-type]
+            else:
+                yield example
+
+
+AWKWARD = {"_target_": "test_runner.AwkwardTask"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised", "at", "where", "num_rows"),
+    [
+        ("ValueError", ValueError, "easy-0002", r"the example after easy-0001 .index 1 of easy.", 2),
+        ("KeyError", RunFailed, "easy-0002", r"the example after easy-0001 .index 1 of easy.", 2),
+        ("KeyError", RunFailed, "hard-0001", r"the example after hard-0000 .index 0 of hard.", 5),
+        ("KeyError", RunFailed, "easy-0000", r"its first example .index 0 of easy.", 0),
+    ],
+)
+def test_an_example_that_cannot_be_made_ends_the_run_with_its_place(
+    run: Callable[..., Summary], tmp_path: Path, kind: str, raised: type, at: str, where: str, num_rows: int
+) -> None:
+    with pytest.raises(raised, match=rf"fake cannot make {where}: {kind}: .*an awkward.*; the rows so far") as caught:
+        run(task={**AWKWARD, "at": at, "kind": kind})
+    assert "\n" not in str(caught.value)
+    folders = list(tmp_path.iterdir())
+    assert [len(rows_of(folder)) for folder in folders] == ([num_rows] if num_rows else [])
+
+
+def test_a_setting_that_yields_no_example_keeps_its_message(run: Callable[..., Summary], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^an awkward\narticle$"):
+        run(task={**AWKWARD, "at": "easy-0000"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_examples_with_one_id_are_the_task_s_mistake(run: Callable[..., Summary]) -> None:
+    with pytest.raises(ValueError, match="fake yields two examples with the id easy-0000"):
+        run(task={**AWKWARD, "odd": "twice"})
+
+
+def test_half_a_surrogate_pair_in_examples_and_answers_sticks_no_run(tmp_path: Path) -> None:
+    def generate(*arguments: Any, **options: Any) -> Any:
+        return [
+            fakes.FakeGeneration(**{**vars(made), "text": "yes \udcff", "knobs": {"\ud83d": "\ud83d"}})
+            for made in fakes.generate(*arguments, **options)
+        ]
+
+    cfg = fakes.config(tmp_path, task={**AWKWARD, "odd": "surrogates"})
+    engine = Engine(generate, fakes.ENGINE.geometry_of)
+    summary = runner.run(cfg, engine)
+    assert (summary.num_examples, summary.num_errors) == (8, 0)
+    row = rows_of(tmp_path / summary.run_id)[0]
+    assert (row["answers"], row["prediction"]) == (["\ud83d", "yes \ud83d"], "yes \udcff")
+    assert runner.run(cfg, engine) == summary
+    closing.render(summary)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"knobs": {"x": {1}}}, "TypeError: Object of type set is not JSON serializable"),
+        ({"tier_units": {"full": float("inf")}}, "ValueError: Out of range float values"),
+        ({"text": 3}, "ValueError: prediction has another type"),
+        ({"fractions": {}}, "KeyError: 'final'"),
+    ],
+)
+def test_an_answer_that_no_row_can_hold_marks_its_example(tmp_path: Path, change: dict[str, Any], error: str) -> None:
+    def generate(loaded: Any, policy: Any, *arguments: Any, **options: Any) -> Any:
+        found = fakes.generate(loaded, policy, *arguments, **options)
+        hit = options["example_ids"] == ["easy-0001"] and policy.strength
+        return [fakes.FakeGeneration(**{**vars(made), **(change if hit else {})}) for made in found]
+
+    summary = runner.run(fakes.config(tmp_path), Engine(generate, fakes.ENGINE.geometry_of))
+    assert (summary.num_examples, summary.num_errors) == (7, 1)
+    assert error in summary.problem
+    assert statuses(tmp_path / summary.run_id)["easy-0001"] == "error"
+
+
+def test_an_example_that_no_row_can_hold_is_marked(run: Callable[..., Summary]) -> None:
+    summary = run(task={**AWKWARD, "odd": "numbers"})
+    assert (summary.num_examples, summary.problem) == (7, "ValueError: answers has another type")
 
 
 def test_an_edit_to_a_method_concerns_its_own_runs_only(

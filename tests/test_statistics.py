@@ -294,7 +294,7 @@ def test_too_few_resamples_are_an_error() -> None:
 
 
 def test_a_lone_example_of_a_subset_is_given_the_noise_of_the_others() -> None:
-    """60 + 1 examples of equal methods: with the single one taken for exact 4 of 10 tables would call them different."""
+    """60 + 1 examples of equal methods: with the single one taken for exact, 4 of 10 tables call them different."""
     rng, called = np.random.default_rng(5), 0
     for trial in range(400):
         big, one = (rng.choice([-1.0, 0.0, 1.0], size=n, p=[0.2, 0.6, 0.2]).tolist() for n in (60, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from test_scripts import script
 
 from qevict_bench import leases, runner
 from qevict_bench.results import RunFailed, open_run, read_rows
+from qevict_bench.terminal import columns, cut, fitted, plain, wrapped
 
 ROOT = Path(__file__).parents[1]
 status = script("status")
@@ -115,6 +117,41 @@ def test_stopped_and_running_runs(tmp_path: Path, show: Show, monkeypatch: pytes
     assert code == 0
 
 
+def test_a_stalled_run_names_the_process_and_the_remedy(tmp_path: Path, show: Show) -> None:
+    """The owner lives on this machine but has not renewed its lease: nobody can take the run from it."""
+    folder = tmp_path / run(tmp_path)
+    mine = {"machine": leases._machine(), "pid": os.getpid(), "born": leases._born(os.getpid())[0]}
+    plant(folder, age_s=300, **mine)
+    stalled = f"stalled (pid {os.getpid()} still holds it: continue or kill it)"
+    code, lines = show()
+    assert (code, lines[-1]) == (0, "2 runs: 1 done, 1 stalled")
+    assert line_of(lines, folder.name).endswith(stalled)
+    plant(folder, age_s=300, **mine | {"born": 1})  # the process id is another process's now: nothing to kill
+    assert line_of(show()[1], folder.name).endswith(" 8/8 done")
+    (folder / "summary.json").unlink()
+    assert "stopped (no summary; stale: pid" in line_of(show()[1], folder.name)
+
+
+def test_a_lease_from_the_future_says_that_clocks_differ(tmp_path: Path, show: Show) -> None:
+    folder = tmp_path / run(tmp_path)
+    plant(folder, age_s=-30)
+    assert line_of(show()[1], folder.name).endswith("running (pid 77 on elsewhere, 0 s ago)")
+    plant(folder, age_s=-400)
+    _, lines = show()
+    assert "running? (clocks differ; pid 77 on elsewhere, " in line_of(lines, folder.name)
+    assert lines[-1] == "2 runs: 1 done, 1 running"
+    plant(folder, age_s=-400, machine=leases._machine(), pid=dead_pid())
+    assert line_of(show()[1], folder.name).endswith(" 8/8 done")
+
+
+def test_a_summary_of_another_limit_is_none(tmp_path: Path, show: Show) -> None:
+    """As after a crash between the last example of a larger limit and its summary."""
+    own = run(tmp_path)
+    summary = tmp_path / own / "summary.json"
+    summary.write_text(summary.read_text().replace('"limit": 4', '"limit": 2'))
+    assert line_of(show()[1], own).endswith("8/8 stopped (no summary)")
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path, show: Show) -> None:
     plan = runner.make_plan(fakes.config(tmp_path))
     name = plan.job.run_id
@@ -170,7 +207,7 @@ def test_long_names_and_steering_characters_do_not_break_the_table(
     own = run(tmp_path, model__name=model, method__name=method, budget="123456789t", limit=1)
     (tmp_path / own).rename(tmp_path / "a-folder-with-a-long-name")
     _, lines = show()
-    assert {status._width(line) <= status.WIDTH for line in lines} == {True}
+    assert {columns(line) <= status.WIDTH for line in lines} == {True}
     assert not any("\x1b" in line for line in lines)
     cells = [line for line in lines if line.startswith("a-folder-wi…")]
     assert "meta/long-lon…" in cells[0]
@@ -222,3 +259,26 @@ def test_the_newest_row_counts(tmp_path: Path, show: Show, monkeypatch: pytest.M
     assert len(read_rows(tmp_path / own / "rows.jsonl")[0]) == 8
     assert json.loads((tmp_path / own / "summary.json").read_text())["num_errors"] == 0
     assert line_of(show()[1], own).endswith("8/8 done")
+
+
+def test_widths_of_text() -> None:
+    assert [columns(text) for text in ("", "abc", "方法", "e\u0301", "\ufe0f", "ก\u0e31")] == [0, 3, 4, 1, 0, 1]
+    assert plain("a\x1b[31m\n b\ud83d") == "a?[31m b?"
+    assert [fitted("方法方法", width) for width in (8, 7, 6, 10)] == ["方法方法", "方法方…", "方法… ", "方法方法  "]
+    assert cut("方法方法", 6) == "方法…"
+    lines = wrapped("方法 " * 30 + "x" * 50 + " end", 20, "- ", "  ")
+    assert {columns(line) <= 20 for line in lines} == {True}
+    assert "".join("".join(lines).split()) == "-" + "方法" * 30 + "x" * 50 + "end"
+    assert lines[0].startswith("- 方法 方法")
+    assert all(line.startswith("  ") for line in lines[1:])
+
+
+@pytest.mark.parametrize("name", ["status", "compare"])
+def test_the_scripts_run_from_a_clone_that_is_not_installed(tmp_path: Path, name: str) -> None:
+    """The clone's own package is the one that they import, whatever is installed."""
+    shutil.copytree(ROOT / "src" / "qevict_bench", tmp_path / "src" / "qevict_bench")
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); import qevict_bench; print(qevict_bench.__file__)"
+    command = [sys.executable, "-c", code, str(tmp_path / "scripts" / f"{name}.py")]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "src" / "qevict_bench" / "__init__.py")

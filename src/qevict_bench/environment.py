@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 ENGINE = "qevict_bench"
-READ_ROWS = ("alarms", "closing", "comparison", "progress", "statistics", "summary")
-"""Modules of the engine that only read rows or show progress: no row depends on them, so they may change."""
+READ_ROWS = ("alarms", "closing", "comparison", "progress", "statistics", "summary", "terminal")
+"""Modules of the engine that only read rows or show something: no row depends on them, so they may change."""
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "hydra-core")
 
 
@@ -47,7 +47,7 @@ class Environment:
         """Describe this process, which runs a policy on a task; `device` is where the model runs ("cpu", "cuda")."""
         import torch  # here, so that reading results does not take seconds
 
-        sha, dirty = _git()
+        sha, dirty = _git(Path(__file__).parent)
         kind = torch.device(device).type
         name = torch.cuda.get_device_name(device) if kind == "cuda" else cpu_name()
         versions = {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES}
@@ -138,12 +138,14 @@ def _version(package: str) -> str:
 
 
 @cache
-def _git() -> tuple[str, bool]:
-    """Commit of the checkout this file lies in and whether tracked or new files differ; ("none", False) outside git."""
-    folder = Path(__file__).parent
+def _git(folder: Path) -> tuple[str, bool]:
+    """Commit of the checkout that `folder` lies in and whether tracked files differ; ("none", False) outside git.
+
+    New files do not count (results, notes): the code that makes rows is covered by its hash.
+    """
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     outputs = []
-    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
             result = subprocess.run(
                 ["git", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=20, check=True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from qevict_bench.budget import Budget, BudgetExceeded, Geometry, Infeasible
 from qevict_bench.environment import Environment
 from qevict_bench.policy import KVPolicy
-from qevict_bench.results import Damaged, Row, RunFailed, RunFolder, known_sizes
+from qevict_bench.results import Damaged, Row, RunFailed, RunFolder, check_row
 from qevict_bench.settings import Settings, naming
+from qevict_bench.standing import known_sizes
 from qevict_bench.task import Example, Prompt, Prompter, Task
 
 if TYPE_CHECKING:
@@ -92,13 +93,26 @@ class Bench:
         order = {name: position for position, name in enumerate(self._task.subsets)}
         if not folder.rows:
             raise RunFailed(f"{self._task.name} yields no examples for limit={self._settings.limit}")
-        if strangers := {row.subset for row in folder.rows.values()} - order.keys():
-            raise Damaged(
-                f"{folder.path / 'rows.jsonl'} is damaged ({min(strangers)} is no subset of the task); delete those "
-                "lines, or start over with resume=restart"
-            )
+        if stranger := next((row for row in folder.rows.values() if row.subset not in order), None):
+            raise folder.damaged(stranger.example_id, f"{stranger.subset} is no subset of the task")
         rows = [row for row in folder.rows.values() if row.index < self._settings.limit]
+        if not rows:
+            raise Damaged(
+                f"{folder.path} has rows, but none of the first limit={self._settings.limit} examples of a subset, and "
+                "its summary.json says that there are no others; delete that file, or start over with resume=restart"
+            )
         return sorted(rows, key=lambda row: (order[row.subset], row.index))
+
+    def same_examples(self, folder: RunFolder, reference: RunFolder) -> None:
+        """Raise Damaged if the two runs do not agree which example stands where, as runs of one task do."""
+        ids = {row.place: row.example_id for row in reference.rows.values()}
+        for row in folder.rows.values():
+            if ids.get(row.place, row.example_id) != row.example_id:
+                raise folder.damaged(
+                    row.example_id,
+                    f"or else {reference.path / 'rows.jsonl'} is, where index {row.index} of {row.subset} is "
+                    f"{ids[row.place]}",
+                )
 
     def complete(self, job: Job, folder: RunFolder, counting: Counting) -> dict[str, int]:
         """Run the examples that have no row yet; returns the size of subsets with fewer than `limit` examples."""
@@ -112,12 +126,15 @@ class Bench:
         label = f"{job.row.method} {job.run_id}"
         log.info("%s: %d of %d examples to run", label, len(missing), len(wanted))
         prompter = Prompter(self._loaded.tokenizer, self._loaded.chat)
+        ids = {row.place: row.example_id for row in folder.rows.values()}
         seen = dict.fromkeys(self._task.subsets, 0)
         problems: Counter[str] = Counter()
         with counting(label, len(missing)) as advance:
             for start, block in self._blocks(prompter):
                 subset = block[0].subset
                 seen[subset] = start + len(block)
+                for index, example in enumerate(block, start):
+                    _check_place(folder, ids, example, index)
                 todo = missing & {(subset, start + offset) for offset in range(len(block))}
                 if todo:
                     for row in self._run_block(job, folder, prompter, start, block):
@@ -134,12 +151,44 @@ class Bench:
         """Blocks with the index of their first example in its subset."""
         size = self._settings.batch_size
         whole_blocks = -(-self._settings.limit // size) * size
-        with naming(type(self._task), "task."):
-            examples = self._task.examples(prompter, whole_blocks, self._settings.seed, self._settings.split)
-            for _, members in groupby(examples, key=lambda example: example.subset):
-                indexed = enumerate(members)
-                for number, group in groupby(indexed, key=lambda pair: pair[0] // size):
-                    yield number * size, [example for _, example in group]
+        subset, start, block = "", 0, list[Example]()
+        for example in self._examples(prompter, whole_blocks):
+            if example.subset != subset:
+                if block:
+                    yield start, block
+                subset, start, block = example.subset, 0, []
+            block.append(example)
+            if len(block) == size:  # at once: the task may fail at its next example
+                yield start, block
+                start, block = start + size, []
+        if block:
+            yield start, block
+
+    def _examples(self, prompter: Prompter, limit: int) -> Iterator[Example]:
+        """The task's examples. What it raises after the first one ends the run, and the message says where.
+
+        ValueError stays one; what it raises for its first example is a setting's mistake and passes as it is.
+        """
+        settings, places, last = self._settings, Counter[str](), ""
+        ids: set[str] = set()
+        try:
+            with naming(type(self._task), "task."):
+                for example in self._task.examples(prompter, limit, settings.seed, settings.split):
+                    if example.id in ids:
+                        raise ValueError(f"{self._task.name} yields two examples with the id {example.id}")
+                    ids.add(example.id)
+                    last = f"{example.id} (index {places[example.subset]} of {example.subset})"
+                    places[example.subset] += 1
+                    yield example
+        except Exception as error:
+            if not last and isinstance(error, ValueError):
+                raise
+            where = f"the example after {last}" if last else f"its first example (index 0 of {self._task.subsets[0]})"
+            kind = ValueError if isinstance(error, ValueError) else RunFailed
+            raise kind(
+                f"{self._task.name} cannot make {where}: {_named(error)}; the rows so far are kept: mend that and "
+                "re-issue the command"
+            ) from error
 
     def _run_block(
         self, job: Job, folder: RunFolder, prompter: Prompter, start: int, block: list[Example]
@@ -189,16 +238,11 @@ class Bench:
 
     def _prepare(self, job: Job, prompter: Prompter, index: int, example: Example) -> tuple[Row, Prompt | None]:
         """The labelled row of an example, and its prompt; without one the row is final and says why it cannot run."""
-        row = replace(
-            job.row,
-            subset=example.subset,
-            example_id=example.id,
-            index=index,
-            group=example.group,
-            data_source=example.data_source,
-            answers=example.answers,
-        )
+        row = replace(job.row, subset=example.subset, example_id=example.id, index=index)
         try:
+            labelled = replace(row, group=example.group, data_source=example.data_source, answers=example.answers)
+            check_row(labelled)
+            row = labelled
             prompt = prompter.encode(example)
             num_tokens, nominal = len(prompt.ids), self._task.nominal_length
             total = num_tokens + example.max_new_tokens
@@ -223,39 +267,56 @@ class Bench:
         return row, prompt
 
     def _answer(self, row: Row, example: Example, generation: Generation) -> Row:
-        row = replace(
-            row,
-            prediction=generation.text,
-            stop=generation.stop,
-            new_tokens=len(generation.new_ids),
-            bytes=generation.memory,
-            fractions=_fractions(generation),
-            matched=generation.matched,
-            tier_units=generation.tier_units,
-            events=generation.events,
-            promotions=generation.promotions,
-            demotions=generation.demotions,
-            evictions=generation.evictions,
-            needle_fate=generation.needle_fate,
-            knobs=generation.knobs,
-            ttft_s=generation.ttft_s,
-            decode_s=generation.decode_s,
-        )
         try:
+            answered = replace(
+                row,
+                prediction=generation.text,
+                stop=generation.stop,
+                new_tokens=len(generation.new_ids),
+                bytes=generation.memory,
+                fractions=_fractions(generation),
+                matched=generation.matched,
+                tier_units=generation.tier_units,
+                events=generation.events,
+                promotions=generation.promotions,
+                demotions=generation.demotions,
+                evictions=generation.evictions,
+                needle_fate=generation.needle_fate,
+                knobs=generation.knobs,
+                ttft_s=generation.ttft_s,
+                decode_s=generation.decode_s,
+            )
+            check_row(answered)
+            row = answered
             score = self._task.score(generation.text, example)
             metrics = self._task.metrics(generation.text, example)
             if not 0 <= score <= 1 or not all(math.isfinite(value) for value in metrics.values()):
                 raise ValueError(f"{self._task.name} scored {score}, {metrics}: a score lies in [0, 1]")
+            scored = replace(row, status="ok", score=score, metrics=metrics)
+            check_row(scored)
         except Exception as error:
             return _problem(row, error)
-        return replace(row, status="ok", score=score, metrics=metrics)
+        return scored
+
+
+def _check_place(folder: RunFolder, ids: Mapping[tuple[str, int], str], example: Example, index: int) -> None:
+    """Raise Damaged if a row says that `example` stands elsewhere, or another one here; `ids` are those of the rows."""
+    found = ids.get((example.subset, index), example.id)
+    if found != example.id:
+        raise folder.damaged(found, f"index {index} of {example.subset} is {example.id} in the task")
+    known = folder.rows.get(example.id)
+    if known is not None and known.place != (example.subset, index):
+        raise folder.damaged(example.id, f"{example.id} is index {index} of {example.subset} in the task")
 
 
 def _problem(row: Row, error: Exception, whom: str = "") -> Row:
-    message = " ".join(str(error).split()) + whom
     if isinstance(error, Infeasible):
-        return replace(row, status="infeasible", error=message)
-    return replace(row, status="error", error=f"{type(error).__name__}: {message}")
+        return replace(row, status="infeasible", error=" ".join(str(error).split()) + whom)
+    return replace(row, status="error", error=_named(error) + whom)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _fractions(generation: Generation) -> dict[str, float]:

@@ -5,6 +5,11 @@ highest number counts. It has ended when it was not renewed for EXPIRES_S second
 machine is dead. Whoever takes over from an ended lease creates number n + 1, which only one can, and removes the older
 ones; an owner that was merely asleep then finds its file gone and writes no more. Where the file system has file locks,
 `lock` is locked as well: that frees the folder at once when a process of this machine dies.
+
+A file lock lasts as long as a process has the file open, so it can outlive the heartbeat: while the owner is stopped
+(kill -STOP, Ctrl-Z, a suspended machine) or hangs, and while a process that it forked lives on after its death. Nobody
+can take over from such an owner: it may wake up between its last look at the lease and a write. It has to be continued
+or killed, and `Held` says so; `Sighting.stalled` tells it from one that is gone, on the owner's machine.
 """
 
 from __future__ import annotations
@@ -41,13 +46,27 @@ class LeaseLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who made a lease. `machine` tells machines and containers of one host name apart; `token` is the lease's own."""
+    """Who made a lease. `machine` tells machines and containers of one host name apart; `token` is the lease's own.
+
+    `born` is when the process started, in clock ticks since the machine did (0 if unknown): process ids are reused.
+    """
 
     pid: int
     host: str
     since: str
     machine: str
     token: str
+    born: int = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it is (or was) a process of this machine, so that its death shows."""
+        return self.machine == _machine()
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is known to have ended; of another machine's process that is never known."""
+        return self.here and not _runs(self.pid, self.born)
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}, since {self.since}"
@@ -63,8 +82,27 @@ class Sighting:
 
     @property
     def alive(self) -> bool:
-        dead = self.owner is not None and self.owner.machine == _machine() and not _exists(self.owner.pid)
-        return abs(self.age_s) <= EXPIRES_S and not dead
+        return abs(self.age_s) <= EXPIRES_S and not (self.owner and self.owner.dead)
+
+    @property
+    def stalled(self) -> bool:
+        """The owner's process exists on this machine, but has not renewed its lease for long."""
+        return self.age_s > EXPIRES_S and self.owner is not None and self.owner.here and not self.owner.dead
+
+    @property
+    def ahead(self) -> bool:
+        """Renewed in the future: the clocks of owner and reader differ, so nobody can tell when."""
+        return self.age_s < -EXPIRES_S and not (self.owner and self.owner.dead)
+
+    @property
+    def locking(self) -> str:
+        """Describes the owner where `lock` is known to be locked, with a remedy if it does not come to its end."""
+        if self.owner is None or self.alive or self.ahead:
+            return str(self)
+        if self.owner.dead:
+            return f"a process that {self.owner} left behind, or by one that is just taking over from it"
+        pid, where = self.owner.pid, "" if self.owner.here else f" on {self.owner.host}"
+        return f"{self} (it stands still: continue it with kill -CONT {pid}{where}, or end it with kill -9 {pid})"
 
     def __str__(self) -> str:
         return f"{self.owner or 'another process'}, heartbeat {max(self.age_s, 0):.0f} s ago"
@@ -112,12 +150,15 @@ class Lease:
 
 
 def acquire(folder: Path) -> Lease:
-    """Own the existing `folder`. Raises Held, FileNotFoundError if it vanishes, and other OSErrors if not writable."""
+    """Own the existing `folder`. Raises Held, FileNotFoundError if it vanishes, and other OSErrors if not writable.
+
+    An OSError leaves no file in a folder that was empty.
+    """
     lock = _lock(folder)
     try:
         while True:
             seen = look(folder, clock=_clock)
-            if seen is not None and seen.alive and not (lock and seen.owner and seen.owner.machine == _machine()):
+            if seen is not None and seen.alive and not (lock and seen.owner and seen.owner.here):
                 raise Held(str(seen))
             number = seen.number + 1 if seen else 1
             try:
@@ -134,7 +175,11 @@ def acquire(folder: Path) -> Lease:
                 return lease
             lease.release()  # a newer one was made since we looked
             lock = _lock(folder)
-    except BaseException:
+    except BaseException as error:
+        with suppress(OSError):
+            full = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # the disk, that is
+            if full and os.listdir(folder) == ["lock"]:
+                (folder / "lock").unlink()
         if lock is not None:
             lock.close()
         raise
@@ -142,7 +187,8 @@ def acquire(folder: Path) -> Lease:
 
 def _create(path: Path, lock: FileIO | None) -> Lease:
     since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-    owner = Owner(os.getpid(), socket.gethostname(), since, _machine(), secrets.token_hex(8))
+    pid = os.getpid()
+    owner = Owner(pid, socket.gethostname(), since, _machine(), secrets.token_hex(8), _born(pid)[0])
     text = json.dumps(asdict(owner)).encode()
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
@@ -171,8 +217,9 @@ def look(folder: Path, clock: Callable[[Path], float] = lambda folder: time.time
             time.sleep(0.01)  # released or taken over since it was listed
             continue
         try:
-            owner = Owner(**json.loads(text))
-            owner = owner if isinstance(owner.pid, int) and isinstance(owner.machine, str) else None
+            made = Owner(**json.loads(text))
+            kinds = [type(value) for value in asdict(made).values()]
+            owner = made if kinds == [int, str, str, str, str, int] and made.pid > 0 else None
         except (ValueError, TypeError, RecursionError):
             owner = None
         return Sighting(number, owner, clock(folder) - renewed)
@@ -192,7 +239,7 @@ def _lock(folder: Path) -> FileIO | None:
         except BlockingIOError:
             stream.close()
             seen = look(folder)
-            raise Held(str(seen) if seen else "another process") from None
+            raise Held(seen.locking if seen else "another process") from None
         except OSError:
             stream.close()
             return None
@@ -208,14 +255,25 @@ def _clock(folder: Path) -> float:
     return (folder / "lock").stat().st_mtime
 
 
-def _exists(pid: int) -> bool:
+def _runs(pid: int, born: int) -> bool:
+    """Whether the process exists that got this id at `born` (0: whichever has it now)."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    now_born, ended = _born(pid)
+    return not ended and (not born or not now_born or born == now_born)
+
+
+def _born(pid: int) -> tuple[int, bool]:
+    """Start of a process in ticks since boot (0 if unknown), and whether it has ended and waits to be collected."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(after_name[19]), after_name[0] in (b"Z", b"X")
+    except (OSError, ValueError, IndexError):
+        return 0, False
 
 
 @cache

@@ -88,6 +88,10 @@ class Row:
     decode_s: float = 0.0
 
     @property
+    def place(self) -> tuple[str, int]:
+        return self.subset, self.index
+
+    @property
     def done(self) -> bool:
         """False if the example has to run again."""
         return self.status != "error"
@@ -97,7 +101,7 @@ SHARES = ("after_prefill", "peak", "mean", "final", "whole_cache", "prefill_peak
 """Keys of every ok row's `fractions`; where something bounds the cache, "allowed" too."""
 SIZES = ("workspace", "host")
 """Keys of every ok row's `bytes`, beside its components."""
-_HUGE = 1e300
+_HUGE, _LARGEST = 1e300, 2**63 - 1
 _FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml", "wanted.json")
 _ROW_FIELDS = {field.name: str(field.type) for field in fields(Row)}
 
@@ -123,7 +127,8 @@ def run_id(identity: Mapping[str, Any]) -> str:
 def read_rows(path: Path) -> tuple[dict[str, Row], int]:
     """The newest row per example id, and the length in bytes of the file without its torn last line (if it has one).
 
-    Raises Damaged for any other line that is not a row. A missing file has no rows.
+    Raises Damaged for any other line that is not a row, or not one of the same run, or that gives an example another
+    place (subset, index) or a place another example than a line above. A missing file has no rows.
     """
     try:
         data = path.read_bytes()
@@ -133,38 +138,36 @@ def read_rows(path: Path) -> tuple[dict[str, Row], int]:
         raise Damaged(f"{path} cannot be read ({error.strerror}); make it readable or remove it") from None
     whole = data.rfind(b"\n") + 1
     rows: dict[str, Row] = {}
+    ids: dict[tuple[str, int], str] = {}
     for number, line in enumerate(data[:whole].splitlines(), start=1):
         try:
             row = _row(json.loads(line))
+            known = rows.get(row.example_id, row)
+            if row.run_id != next(iter(rows.values()), row).run_id:
+                raise ValueError(f"it belongs to run {row.run_id}, the first line does not")
+            if known.place != row.place or ids.setdefault(row.place, row.example_id) != row.example_id:
+                raise ValueError(f"{row.example_id} at index {row.index} of {row.subset} contradicts a line above")
         except (ValueError, TypeError, RecursionError) as error:
-            raise Damaged(
-                f"{path}:{number} is damaged ({error}); repair or delete that line, or start over with resume=restart"
-            ) from None
+            raise damaged_line(path, number, str(error)) from None
         rows[row.example_id] = row
     return rows, whole
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no file; raises Damaged."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged ({error}); delete it and run again") from None
-    if not isinstance(values, dict):
-        raise Damaged(f"{path} is damaged (it is not an object); delete it and run again")
-    return values
+def damaged_line(path: Path, number: int, reason: str) -> Damaged:
+    """What to raise for a line of rows.jsonl."""
+    return Damaged(
+        f"{path}:{number} is damaged ({reason}); repair or delete that line, or start over with resume=restart"
+    )
 
 
-def known_sizes(summary: Path) -> dict[str, int]:
-    """Sizes of the subsets that have fewer examples than some command asked for, as noted in summary.json."""
-    values: Any = read_json(summary)
-    for name in ("facts", "available"):
-        values = values.get(name, {}) if isinstance(values, dict) else None
-    if not isinstance(values, dict) or any(type(size) is not int or size < 0 for size in values.values()):
-        raise Damaged(f"{summary} is damaged (facts.available holds no numbers); delete it and run again")
-    return values
+def check_row(row: Row) -> None:
+    """Raises ValueError or TypeError for a row that could not be written, or not be read again."""
+    _row(json.loads(_line(row)))
+
+
+def _line(row: Row) -> bytes:
+    """With escapes for all but ASCII, so that text with half a surrogate pair can be written and read too."""
+    return json.dumps(asdict(row), allow_nan=False).encode() + b"\n"
 
 
 def _row(values: Any) -> Row:
@@ -195,6 +198,8 @@ def _fits(value: object, hint: str) -> bool:
         return isinstance(value, list) and all(isinstance(x, str) for x in value)
     if hint.startswith("float"):
         return isinstance(value, int | float) and type(value) is not bool and abs(value) < _HUGE
+    if hint == "int" and type(value) is int:
+        return abs(value) <= _LARGEST
     return type(value).__name__ == hint
 
 
@@ -213,11 +218,23 @@ class RunFolder:
     def append(self, row: Row) -> None:
         """Write one row so that it survives the death of this process and of the machine."""
         with self._writing():
-            rest = json.dumps(asdict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-            while rest:
-                rest = rest[self._stream.write(rest) :]
-            os.fsync(self._stream.fileno())
+            rest, size = _line(row), os.fstat(self._stream.fileno()).st_size
+            try:
+                while rest:
+                    rest = rest[self._stream.write(rest) :]
+                os.fsync(self._stream.fileno())
+            except OSError:
+                with suppress(OSError):
+                    self._stream.truncate(size)
+                raise
         self.rows[row.example_id] = row
+
+    def damaged(self, example_id: str, reason: str) -> Damaged:
+        """What to raise if the row of that example is not one of this run; names its line."""
+        path = self.path / "rows.jsonl"
+        lines = path.read_bytes().splitlines()
+        number = max(number for number, line in enumerate(lines, 1) if json.loads(line)["example_id"] == example_id)
+        return damaged_line(path, number, reason)
 
     def want(self, limit: int, subsets: Sequence[str]) -> None:
         """Note for readers what this command asks for: `limit` examples of each subset."""
@@ -225,7 +242,7 @@ class RunFolder:
             write_atomic(self.path / "wanted.json", json.dumps({"limit": limit, "subsets": list(subsets)}) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        text = json.dumps(summary, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(summary, indent=1, allow_nan=False)
         with self._writing():
             write_atomic(self.path / "summary.json", text + "\n")
 
@@ -262,7 +279,7 @@ def open_run(
     while another live process holds the run; without it that is an error. Raises ValueError (Damaged, Different, a
     busy run, a folder that cannot be written) before anything is changed.
     """
-    is_new = not path.exists()
+    is_new = _is_empty(path / "rows.jsonl")
     lease = _acquire(path, wait)
     try:
         rows, stream = _begin(path, config, environment, restart)
@@ -271,7 +288,7 @@ def open_run(
     finally:
         with suppress(LeaseLost):
             lease.check()
-            if is_new and not _size(path / "rows.jsonl"):
+            if is_new and _is_empty(path / "rows.jsonl"):
                 for name in (*_FILES, "lock"):
                     (path / name).unlink(missing_ok=True)
         lease.release()
@@ -290,6 +307,8 @@ def _begin(path: Path, config: str, environment: Environment, restart: str) -> t
             rows, whole = _set_aside(path)
         if rows and restart == "always":
             rows, whole = _set_aside(path)
+        for left in [file for name in _FILES for file in path.glob(f".{name}.*")]:
+            left.unlink()  # half a file, by a process that was killed
         if not rows:
             write_atomic(path / "config.yaml", config)
             write_atomic(path / "env.json", json.dumps(environment.to_json(), indent=1) + "\n")
@@ -309,11 +328,16 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` in one step: readers see the old text or the new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _continue(path: Path, environment: Environment) -> tuple[dict[str, Row], int]:
@@ -348,8 +372,8 @@ def _set_aside(path: Path) -> tuple[dict[str, Row], int]:
     return {}, 0
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or (path.is_file() and not path.stat().st_size)
 
 
 def _acquire(path: Path, wait: Callable[[str], None] | None) -> Lease:
@@ -363,6 +387,8 @@ def _acquire(path: Path, wait: Callable[[str], None] | None) -> Lease:
         except FileNotFoundError:
             continue  # the run's last owner wrote no row and has just removed the folder
         except OSError as error:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
             raise _unwritable(path, error) from None
         except Held as held:
             if wait is None:

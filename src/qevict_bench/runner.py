@@ -21,7 +21,7 @@ from qevict_bench.jobs import Bench, Engine, Job
 from qevict_bench.model_facts import ModelFacts, describe
 from qevict_bench.policy import KVPolicy
 from qevict_bench.progress import Waiting, counting
-from qevict_bench.results import Row, RunFailed, RunFolder, open_run, run_id
+from qevict_bench.results import Damaged, Row, RunFailed, RunFolder, open_run, run_id
 from qevict_bench.settings import Settings, build, naming
 from qevict_bench.summary import Facts, Summary, summarize
 from qevict_bench.task import Task
@@ -57,22 +57,35 @@ def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
     """
     plan = make_plan(cfg)
     bench = Bench(plan.settings, plan.task, plan.spec, engine)
-    results_dir, job, reference = plan.settings.results_dir, plan.job, plan.reference
-    restart = plan.settings.resume == "restart"
-    path = results_dir / job.run_id
+    job, restart = plan.job, plan.settings.resume == "restart"
+    path = plan.settings.results_dir / job.run_id
     with open_run(path, job.config, job.environment, restart="always" if restart else "never") as folder:
         available = bench.complete(job, folder, counting)
-        if job is reference:
-            return _conclude(plan, bench, job, folder, available, bench.selected(folder))
+        rows = bench.selected(folder)
+        if job is plan.reference:
+            return _conclude(plan, bench, job, folder, available, rows)
         pairs: list[Row] = []
-        if any(row.status == "ok" for row in bench.selected(folder)):
-            wait = Waiting(f"the reference run {reference.run_id} ({plan.reference_name})")
-            path, how = results_dir / reference.run_id, "unusable" if restart else "never"
-            with open_run(path, reference.config, reference.environment, restart=how, wait=wait) as reference_folder:
-                found = bench.complete(reference, reference_folder, counting)
-                pairs = bench.selected(reference_folder)
-                _conclude(plan, bench, reference, reference_folder, found, pairs)
+        if any(row.status == "ok" for row in rows):
+            try:
+                pairs = _reference_rows(plan, bench, folder, "unusable" if restart else "never")
+            except Damaged:  # seen only now, beside the task's examples
+                if not restart:
+                    raise
+                pairs = _reference_rows(plan, bench, folder, "always")
         return _conclude(plan, bench, job, folder, available, pairs)
+
+
+def _reference_rows(plan: Plan, bench: Bench, folder: RunFolder, restart: str) -> list[Row]:
+    """Complete the reference run for the method's run in `folder`; `restart` as in open_run."""
+    reference = plan.reference
+    wait = Waiting(f"the reference run {reference.run_id} ({plan.reference_name})")
+    path = plan.settings.results_dir / reference.run_id
+    with open_run(path, reference.config, reference.environment, restart=restart, wait=wait) as reference_folder:
+        available = bench.complete(reference, reference_folder, counting)
+        rows = bench.selected(reference_folder)
+        bench.same_examples(folder, reference_folder)
+        _conclude(plan, bench, reference, reference_folder, available, rows)
+    return rows
 
 
 def _conclude(

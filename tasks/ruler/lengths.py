@@ -1,7 +1,8 @@
 """Haystack sizes found before, so that an example made again needs no tokenizer.
 
-One file per (tokenizer, length, seed, split, data folders, generator) in the user's cache, one JSON line per example:
-id, number of units, and a hash of the text they gave. A line that is damaged, or whose text differs, is as good as none.
+One file per (tokenizer, length, seed, split, data folders, generator) in the user's cache. One JSON line per example: its
+id, the number of units, and a hash of the text they gave. A line that is damaged, or whose text differs, is as good as
+none.
 """
 
 from __future__ import annotations
