@@ -1,6 +1,6 @@
 """Haystack sizes found before, so that an example made again needs no tokenizer.
 
-One file per (tokenizer, length, seed, split, data folders, generator) in the user's cache. One JSON line per example: its
+One file per (tokenizer, length, seed, split, data folders, generator) in the user cache. One JSON line per example: its
 id, the number of units, and a hash of the text they gave. A line that is damaged, or whose text differs, is as good as
 none.
 """
