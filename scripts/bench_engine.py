@@ -3,8 +3,8 @@
     python scripts/bench_engine.py --only b,c --model smollm2_135m --repeats 6 --csv results/bench.csv
 
 a  FullKV against transformers' own generate (sdpa, dynamic cache): same prompt, same number of new tokens
-b  a budget of 20 % against FullKV, seconds per example: QEvict (working copy on and off, preset `paper`), SnapKV,
-   StreamingLLM
+b  a budget of 20 % against FullKV, seconds per example: `--methods`, by default QEvict (working copy on and off,
+   preset `paper`), SnapKV, StreamingLLM
 c  one routing event of one layer, 8 KV heads, D 128, in milliseconds of CPU time
 d  peak memory of a long prefill above the loaded model, every method in a process of its own
 
@@ -44,7 +44,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 
 from qevict_bench.accounting import PlacementCost, usage  # noqa: E402
 from qevict_bench.attention import register  # noqa: E402
-from qevict_bench.budget import Budget, Geometry  # noqa: E402
+from qevict_bench.budget import Budget, Geometry, Infeasible  # noqa: E402
 from qevict_bench.engine import generate  # noqa: E402
 from qevict_bench.models import LoadedModel  # noqa: E402
 from qevict_bench.policy import FULL  # noqa: E402
@@ -58,7 +58,7 @@ COLUMNS = ("case", "measure", "median", "min", "max", "unit", "n", "a_s", "b_s")
 Row = tuple[str, str, float, float, float, str, int, float, float]
 MODELS = ("smollm2_135m", "gemma3_270m", "tiny")
 WARM_UP = 2  # steady events that are not counted
-COMPARED = ("qevict", "qevict, no working copy", "qevict_paper", "snapkv", "streaming_llm")
+COMPARED = "qevict;qevict, no working copy;qevict_paper;snapkv;streaming_llm"
 
 
 def row(case: str, measure: str, values: Sequence[float], unit: str, a_s: float = 0.0, b_s: float = 0.0) -> Row:
@@ -138,11 +138,15 @@ def against_full_kv(args: argparse.Namespace) -> Iterator[Row]:
         budget = "1.0" if name == "full_kv" else args.budget
         return example(loaded, name, budget, args.prompt_b, new, "compressed", not without)
 
-    for label in ("full_kv", *COMPARED):
-        run(label, 2)  # warms up
-        if label in COMPARED:
-            run_a, run_b = (lambda label=who: run(label, args.new_b) for who in (label, "full_kv"))
-            yield from in_turns("b", f"{label} / full_kv", run_a, run_b, args.repeats)
+    run("full_kv", 2)  # warms up
+    for label in args.methods.split(";"):
+        try:
+            run(label, 2)
+        except (Infeasible, ValueError) as error:  # too small a budget, or no calibration
+            print(f"b    {label}: {error}", file=sys.stderr)
+            continue
+        run_a, run_b = (lambda label=who: run(label, args.new_b) for who in (label, "full_kv"))
+        yield from in_turns("b", f"{label} / full_kv", run_a, run_b, args.repeats)
 
 
 class Event:
@@ -260,6 +264,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", default="smollm2_135m", choices=MODELS, help="model of cases a and b")
     parser.add_argument("--model-d", default="gemma3_270m", choices=MODELS, help="model of case d")
     parser.add_argument("--budget", default="0.2", help="fraction of FullKV bytes in b, c and d")
+    parser.add_argument("--methods", default=COMPARED, help="yamls of configs/method for case b, separated by ;")
     parser.add_argument("--csv", type=Path, help="also write the table to this file")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     sizes = {"repeats": 6, "threads": 1, "prompt-a": 512, "new-a": 48, "prompt-b": 2048, "new-b": 32, "events": 12}

@@ -77,7 +77,7 @@ def test_bench_engine_prints_and_writes_every_case(
     printed = capsys.readouterr().out.splitlines()
     assert [line[:1] for line in printed[2:]] == [row["case"] for row in rows]
     ratios = [row for row in rows if row["unit"] == "ratio"]
-    assert len(ratios) == 1 + 3 * len(bench.COMPARED)
+    assert len(ratios) == 1 + 3 * len(bench.COMPARED.split(";"))
     assert all(float(row["median"]) > 0 and row["n"] == "2" for row in ratios)
     by_name = {row["measure"]: float(row["median"]) for row in rows}
     assert by_name["windows, promotions"] >= 8
