@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -38,28 +39,28 @@ def main(cfg: DictConfig) -> None:
     except (ValueError, RunFailed) as error:
         if _SHOW_TRACEBACK or HydraConfig.get().mode is RunMode.MULTIRUN:
             raise  # the other jobs of a sweep go on, and Hydra says which one failed
-        sys.exit(_report(error))
+        sys.exit(report(error))
 
 
-def command_line(arguments: list[str]) -> int:
-    """Run with these arguments and return the exit code."""
+def command_line(arguments: list[str], job: Callable[[], None] = main) -> int:
+    """Run `job`, a Hydra main over configs/run.yaml, with these arguments; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     allow_any_sign()
     for text in arguments:
         if label := re.match(r"\+*((?:method|reference|model|protocol|profile|task)\.(?:name|_target_))=", text):
-            return _report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
+            return report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
         if problem := _syntax(text):
-            return _report(ValueError(problem))
+            return report(ValueError(problem))
     # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
     sys.argv[1:] = [re.sub(r"^(method|reference|task|model)\.", r"++\g<0>", text) for text in arguments]
     try:
-        main()
+        job()
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1
     except (ValueError, RunFailed, HydraException, OmegaConfBaseException, KeyboardInterrupt) as error:
         if _SHOW_TRACEBACK:
             raise
-        return _report(error)
+        return report(error)
     return 0
 
 
@@ -81,7 +82,7 @@ def _syntax(text: str) -> str:
     return ""
 
 
-def _report(error: BaseException) -> int:
+def report(error: BaseException) -> int:
     """Say in one line what went wrong, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         message, code = "interrupted; re-issue the command to continue", 130

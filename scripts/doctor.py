@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     try:
         code = examine(cfg)
     except (ValueError, Infeasible) as error:
-        code = cli._report(ValueError(str(error)))
+        code = cli.report(ValueError(str(error)))
     if code:
         sys.exit(code)
 
@@ -65,15 +65,6 @@ def line(outcome: Outcome) -> str:
     return f"{outcome.status:4}  {outcome.gate:21}  {measured:>8}  {said}"
 
 
-def command_line(arguments: list[str]) -> int:
-    """Run with these arguments and return the exit code: run.py's command line with another job."""
-    job, cli.main = cli.main, main
-    try:
-        return cli.command_line(arguments)
-    finally:
-        cli.main = job
-
-
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    sys.exit(command_line(sys.argv[1:]))
+    sys.exit(cli.command_line(sys.argv[1:], main))

@@ -177,7 +177,7 @@ def test_the_doctor(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
-    assert doctor().command_line(["model=tiny", *arguments]) == code
+    assert doctor().cli.command_line(["model=tiny", *arguments], doctor().main) == code
     captured = capsys.readouterr()
     text = captured.out if code == 0 else captured.err
     assert len(text.splitlines()) == (2 + len(GATES) if code == 0 else 1)
@@ -191,7 +191,7 @@ def test_the_doctor_fails_with_what_is_broken(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
     BROKEN["uncounted bytes"].sabotage(monkeypatch)
-    assert doctor().command_line(["model=tiny", "method=snapkv"]) == 1
+    assert doctor().cli.command_line(["model=tiny", "method=snapkv"], doctor().main) == 1
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("fail")).split("  ")[1] == "allocated = accounted"
     assert "fails allocated = accounted in " in lines[-1]
