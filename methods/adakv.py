@@ -13,59 +13,29 @@ https://github.com/FFY0/AdaKV
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from qevict_bench.budget import Budget, Geometry
-from qevict_bench.policy import FITTED, Allowance, Cadence, KVPolicy, LayerView, Placement
-from qevict_bench.scoring import Voting, add_votes, observed_rows, settle_votes
-from qevict_bench.selection import (
-    best_across,
-    blended_counts,
-    clamp_protected,
-    keep,
-    keep_all,
-    rank,
-    safe_counts,
-    settled,
-    units_beside,
-)
-
-CHOICES = {
-    "mode": ("blend", "floor"),
-    "pooling": ("max", "avg"),
-    "group_reduce": ("mean", "max"),
-    "reselect_score": ("accumulate", "prompt"),
-}
+from qevict_bench.budget import Geometry
+from qevict_bench.observing import VotingPolicy
+from qevict_bench.policy import Allowance, LayerView, Placement
+from qevict_bench.scoring import Voting
+from qevict_bench.selection import best_across, blended_counts, keep, rank, safe_counts, units_beside
 
 
 @dataclass(frozen=True)
-class AdaKV(KVPolicy):
+class AdaKV(VotingPolicy):
     """`window`, `kernel`, `native_tokens` (mean per head) in tokens; `alpha` is the share that is not adaptive."""
 
-    window: int = 32
-    kernel: int = 7
-    pooling: str = "max"
     group_reduce: str = "mean"
     alpha: float = 0.2
     mode: str = "blend"
-    reselect_score: str = "accumulate"
-    every: int = 8
-    native_tokens: int = 1024
-    recent: int = field(default=32, metadata=FITTED)  # newest tokens kept, at most `window`
-    enforced: bool = field(default=True, metadata=FITTED)  # bound decoding too
-    published: bool = field(default=False, metadata=FITTED)  # budget=native
-    group: int = field(default=1, metadata=FITTED)  # query heads per KV head
-    single: bool = field(default=False, metadata=FITTED)  # one KV head has nothing to divide
 
     def __post_init__(self) -> None:
-        self.check(CHOICES, {"window": 1, "kernel": 1, "every": 1, "native_tokens": self.window + 1})
-        if self.kernel % 2 == 0:
-            raise ValueError(f"method.kernel={self.kernel} must be odd: an even kernel shifts the votes")
+        super().__post_init__()
+        self.check({"mode": ("blend", "floor"), "group_reduce": ("mean", "max")}, {})
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"method.alpha={self.alpha} must lie in [0, 1]")
 
@@ -73,50 +43,15 @@ class AdaKV(KVPolicy):
     def voting(self) -> Voting:
         return Voting(self.kernel, self.pooling, self.group_reduce)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.voting.columns(self.group)
+    def nothing_to_decide(self, geometry: Geometry) -> str:
+        return "1 KV head: equals SnapKV" if geometry.num_kv_heads == 1 else ""
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether decoded queries vote too."""
-        return self.enforced and self.reselect_score == "accumulate"
-
-    @property
-    def cadence(self) -> Cadence:
-        return Cadence(decode_every=self.every if self.enforced else 0, replay=self.accumulates)
-
-    def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
-        enforced, single = budget.enforce == "always" and not budget.native, geometry.num_kv_heads == 1
-        fitted = replace(self, enforced=enforced, published=budget.native, group=geometry.group_size, single=single)
-        reserve, entry = self.every if enforced else 0, fitted.entry_bytes
-        _, recent = clamp_protected(budget, geometry, prompt_len, max_new, 0, self.window, reserve, metadata=entry)
-        return replace(fitted, recent=recent)
-
-    def knobs(self) -> dict[str, Any]:
-        said = {"degenerate": "1 KV head: equals SnapKV"} if self.single else {}
-        return {"recent": self.recent, **said}
-
-    def probe(
-        self, start: int, stop: int, prompt_len_B: Tensor, phase: str, rng: Callable[[int], torch.Generator]
-    ) -> Tensor | None:
-        return observed_rows(start, stop, prompt_len_B, phase, self.window, self.accumulates)
-
-    def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:
-        add_votes(list(view.columns.values()), mass_BHGPU)
-
-    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
-        [view] = views
-        newest = view.pos_BHU >= view.seq_len_B[:, None, None] - self.recent
-        first_B = view.event_len_B == 0
-        if not self.enforced and not bool(first_B.any()):  # as published: the prompt is compressed once
-            return [keep_all(view)]
-        score = settle_votes(list(view.columns.values()), first_B, newest | ~view.alive_BHU, self.voting)
-        if not self.published and bool(settled(view, allowance).all()):
-            return [keep_all(view)]
-        native_tokens = self.native_tokens if self.published else 0
-        candidate = view.alive_BHU & ~newest
-        total_B = units_beside(views, allowance, [newest], native_tokens)
+    def choose(
+        self, views: Sequence[LayerView], allowance: Allowance, newest: Sequence[Tensor], found: Sequence[Tensor]
+    ) -> list[Placement]:
+        [view], [new], [score] = views, newest, found
+        candidate = view.alive_BHU & ~new
+        total_B = units_beside(views, allowance, newest, self.native_in_force)
         if self.mode == "blend":
             due_BH = blended_counts(score, candidate, total_B, self.alpha)
         else:
@@ -124,4 +59,4 @@ class AdaKV(KVPolicy):
         kept = due = rank(score, candidate) < due_BH[..., None]
         if self.mode == "floor" or not self.published:
             [kept] = best_across([score], [candidate], [due], total_B)
-        return [keep(view, allowance, newest | kept, native_tokens)]
+        return [keep(view, allowance, new | kept, self.native_in_force)]

@@ -6,7 +6,8 @@ after the prompt and at every decoded token (`every`), after that step's attenti
 This is the authors' `real_drop` variant (their lm-eval numbers simulate with future queries; other ports sum a window,
 or divide by the number of queries). Deviations: their code cannot group query heads, here the group's sum decides; all
 prompt queries count, in fp32, which is O(n^2) beside attention itself. A token's recency counts tokens seen.
-`enforce=prefill` changes nothing: it evicts while decoding, as published. `native` keeps `native_tokens` per head, half
+`enforce=prefill` changes nothing: it evicts while decoding, as published, though the authors' number of slots is fixed
+(basis=prompt) where basis=sequence lets it grow with the text. `native` keeps `native_tokens` per head, half
 of them recent (1024 + 1024 in the authors' summarization script). https://github.com/FMInference/H2O
 """
 

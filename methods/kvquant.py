@@ -27,7 +27,7 @@ import torch
 from qevict_bench.budget import Budget, Geometry
 from qevict_bench.codecs import Tier
 from qevict_bench.fitting import infeasible, lift_best, needed_fraction, pays
-from qevict_bench.nuq import Codebooks, NuqKeys, NuqValues, Sparse
+from qevict_bench.nuq import Codebooks, NuqKeys, NuqValues, Sparse, longest_unit
 from qevict_bench.policy import FITTED, FULL, FULL_TIER, Allowance, Cadence, KVPolicy, LayerView, Placement
 from qevict_bench.selection import keep_all, settled, unless_fits
 
@@ -83,7 +83,12 @@ class KVQuant(KVPolicy):
         return "none"
 
     def prepare(self, model: str, fingerprint: str) -> Self:
-        return self if self.codebooks.digest else replace(self, codebooks=Codebooks.load(model, fingerprint))
+        made = self if self.codebooks.digest else replace(self, codebooks=Codebooks.load(model, fingerprint))
+        if self.block > (longest := longest_unit(made.codebooks.head_dim)):
+            raise ValueError(
+                f"method.block={self.block} is more than int16 indices reach in {model}: at most {longest}"
+            )
+        return made
 
     def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
         where = (budget, geometry, prompt_len, max_new, self.every, partial(self.layer_bytes, geometry))
@@ -111,6 +116,7 @@ class KVQuant(KVPolicy):
         if not self.published and bool(settled(view, allowance).all()):
             return [keep_all(view)]
         whole = view.end_BHU - view.pos_BHU == self.block
+        whole &= view.pos_BHU >= self.sinks  # the sinks are a unit too
         finished = view.alive_BHU & whole & (view.end_BHU <= view.seq_len_B[:, None, None])
         tier_BHU = torch.where(finished, LOW, view.tier_BHU)
         if self.published:

@@ -13,58 +13,32 @@ the prompt with `enforce=prefill` or `native` (`native_tokens` includes the wind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qevict_bench.budget import Budget, Geometry
-from qevict_bench.policy import FITTED, Allowance, Cadence, KVPolicy, LayerView, Placement
-from qevict_bench.scoring import Voting, add_votes, observed_rows, settle_votes
-from qevict_bench.selection import (
-    clamp_protected,
-    keep_all,
-    keep_ranked,
-    level,
-    pyramid,
-    pyramid_inside,
-    settled,
-    units_beside,
-)
-
-CHOICES = {
-    "pooling": ("max", "avg"),
-    "group_reduce": ("mean", "max"),
-    "shape": ("official", "kvpress"),
-    "reselect_score": ("accumulate", "prompt"),
-}
+from qevict_bench.budget import Geometry
+from qevict_bench.observing import VotingPolicy
+from qevict_bench.policy import Allowance, LayerView, Placement
+from qevict_bench.scoring import Voting
+from qevict_bench.selection import keep_ranked, level, pyramid, pyramid_inside, units_beside
 
 
 @dataclass(frozen=True)
-class PyramidKV(KVPolicy):
+class PyramidKV(VotingPolicy):
     """`window`, `kernel`, `native_tokens` (mean per layer and head) in tokens; a larger `beta` is steeper."""
 
     window: int = 8
-    kernel: int = 7
-    pooling: str = "max"
+    native_tokens: int = 2048
     group_reduce: str = "mean"
     beta: int = 20
     shape: str = "official"
-    reselect_score: str = "accumulate"
-    every: int = 8
-    native_tokens: int = 2048
-    recent: int = field(default=8, metadata=FITTED)  # newest tokens kept, at most `window`
-    enforced: bool = field(default=True, metadata=FITTED)  # bound decoding too
-    published: bool = field(default=False, metadata=FITTED)  # budget=native
-    group: int = field(default=1, metadata=FITTED)  # query heads per KV head
-    flat: bool = field(default=False, metadata=FITTED)  # a single layer has no slope
 
     def __post_init__(self) -> None:
-        self.check(CHOICES, {"window": 1, "kernel": 1, "beta": 1, "every": 1, "native_tokens": self.window + 1})
-        if self.kernel % 2 == 0:
-            raise ValueError(f"method.kernel={self.kernel} must be odd: an even kernel shifts the votes")
+        super().__post_init__()
+        self.check({"shape": ("official", "kvpress"), "group_reduce": ("mean", "max")}, {"beta": 1})
 
     @property
     def scope(self) -> str:
@@ -74,51 +48,14 @@ class PyramidKV(KVPolicy):
     def voting(self) -> Voting:
         return Voting(self.kernel, self.pooling, self.group_reduce)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.voting.columns(self.group)
+    def nothing_to_decide(self, geometry: Geometry) -> str:
+        return "1 layer: no pyramid, equals SnapKV" if geometry.num_layers < 2 else ""
 
-    @property
-    def cadence(self) -> Cadence:
-        return Cadence(decode_every=self.every if self.enforced else 0, replay=self.accumulates)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether decoded queries vote too."""
-        return self.enforced and self.reselect_score == "accumulate"
-
-    def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
-        enforced, flat = budget.enforce == "always" and not budget.native, geometry.num_layers < 2
-        fitted = replace(self, enforced=enforced, published=budget.native, group=geometry.group_size, flat=flat)
-        reserve, entry = self.every if enforced else 0, fitted.entry_bytes
-        _, recent = clamp_protected(budget, geometry, prompt_len, max_new, 0, self.window, reserve, metadata=entry)
-        return replace(fitted, recent=recent)
-
-    def knobs(self) -> dict[str, Any]:
-        said = {"degenerate": "1 layer: no pyramid, equals SnapKV"} if self.flat else {}
-        return {"recent": self.recent, **said}
-
-    def probe(
-        self, start: int, stop: int, prompt_len_B: Tensor, phase: str, rng: Callable[[int], torch.Generator]
-    ) -> Tensor | None:
-        return observed_rows(start, stop, prompt_len_B, phase, self.window, self.accumulates)
-
-    def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:
-        add_votes(list(view.columns.values()), mass_BHGPU)
-
-    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
-        first_B = views[0].event_len_B == 0
-        if not self.enforced and not bool(first_B.any()):  # as published: the prompt is compressed once
-            return [keep_all(view) for view in views]
-        newest = [view.pos_BHU >= view.seq_len_B[:, None, None] - self.recent for view in views]
-        scores = [
-            settle_votes(list(view.columns.values()), first_B, new | ~view.alive_BHU, self.voting)
-            for view, new in zip(views, newest, strict=True)
-        ]
-        if not self.published and all(bool(settled(view, allowance).all()) for view in views):
-            return [keep_all(view) for view in views]
-        native_tokens, heads = self.native_tokens if self.published else 0, newest[0].shape[1]
-        total_B = units_beside(views, allowance, newest, native_tokens) // heads
+    def choose(
+        self, views: Sequence[LayerView], allowance: Allowance, newest: Sequence[Tensor], found: Sequence[Tensor]
+    ) -> list[Placement]:
+        heads = newest[0].shape[1]
+        total_B = units_beside(views, allowance, newest, self.native_in_force) // heads
         free = [(view.alive_BHU & ~new).sum(-1)[:, 0] for view, new in zip(views, newest, strict=True)]
         num_BL = [
             self._counts(total, seen, available)
@@ -128,8 +65,8 @@ class PyramidKV(KVPolicy):
         ]
         num_LBH = total_B.new_tensor(num_BL).T[..., None].expand(-1, -1, heads)
         return [
-            keep_ranked(view, allowance, score, new, num, native_tokens)
-            for view, score, new, num in zip(views, scores, newest, num_LBH, strict=True)
+            keep_ranked(view, allowance, score, new, num, self.native_in_force)
+            for view, score, new, num in zip(views, found, newest, num_LBH, strict=True)
         ]
 
     def _counts(self, total: int, seen: int, available: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class QEvict(KVPolicy):
     promoted after the prompt, windows only move down) | random. Without `evict` all but the best is INT2, whatever q.
     """
 
+    publishes_size: ClassVar[bool] = False
     omega: int = 8
     window: int = 8
     sink: int = 5
@@ -103,14 +104,13 @@ class QEvict(KVPolicy):
         return self.promotion
 
     def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
-        if budget.native:
-            raise ValueError("budget=native: qevict publishes no footprint of its own; give a fraction such as 0.2")
         reserve = self.omega + self.window - 1  # room until the next event, an unfinished window
         reserve += self.key_params in ("static", "window8")  # per-prompt parameters take one slot per KV head
+        enforced = replace(self, enforced=budget.enforce == "always")
+        if not self.evict:
+            return replace(enforced, recent=recent_left(enforced, budget, geometry, prompt_len, max_new, self.recent))
         sink, recent = clamp_protected(budget, geometry, prompt_len, max_new, self.sink, self.recent, reserve)
-        fitted = replace(self, sink=sink, recent=recent, enforced=budget.enforce == "always")
-        recent = recent if self.evict else recent_left(fitted, budget, geometry, prompt_len, max_new, recent)
-        return replace(fitted, recent=recent)
+        return replace(enforced, sink=sink, recent=recent)
 
     def knobs(self) -> dict[str, Any]:
         return {"sink": self.sink, "recent": self.recent}

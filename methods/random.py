@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -22,6 +22,7 @@ from qevict_bench.selection import clamp_protected, keep_all, keep_best
 class Random(KVPolicy):
     """`every` decoded tokens between evictions."""
 
+    publishes_size: ClassVar[bool] = False
     every: int = 8
     enforced: bool = field(default=True, metadata=FITTED)  # bound decoding too
 
@@ -33,8 +34,6 @@ class Random(KVPolicy):
         return Cadence(decode_every=self.every if self.enforced else 0)
 
     def fit(self, budget: Budget, geometry: Geometry, prompt_len: int, max_new: int) -> Self:
-        if budget.native:
-            raise ValueError("budget=native: random eviction has no published size; give a fraction such as 0.2")
         enforced = budget.enforce == "always"
         reserve = self.every if enforced else 0
         clamp_protected(budget, geometry, prompt_len, max_new, 0, 0, reserve, metadata=self.entry_bytes)

@@ -4,8 +4,9 @@ Rule: after every step's attention, score_j = mean over all query heads of A[las
 bytes pay for, one set for all heads of a layer, at original positions. Evicts after the prompt and at every decoded
 token (`every`); the step itself still sees the unpruned keys. `keep_last` also keeps the last token whatever its score,
 as kvpress does (tova_kvpress.yaml); the authors do not force it. kvpress compresses once, after the prompt; here both
-evict while decoding, also with `enforce=prefill`. `native` keeps `native_tokens`: the authors give no single size, 512
-is the eighth of a 4K cache that their abstract names. https://github.com/schwartz-lab-NLP/TOVA
+evict while decoding, also with `enforce=prefill` (the authors' number is fixed, as with basis=prompt). `native` keeps
+`native_tokens`: the authors give no single size, 512 is the eighth of a 4K cache that their abstract names.
+https://github.com/schwartz-lab-NLP/TOVA
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from qevict_bench.budget import Budget, Geometry, Infeasible  # noqa: E402
 from qevict_bench.engine import generate  # noqa: E402
 from qevict_bench.models import LoadedModel  # noqa: E402
 from qevict_bench.policy import FULL  # noqa: E402
+from qevict_bench.protocol import Protocol  # noqa: E402
 from qevict_bench.rope import Rope  # noqa: E402
 from qevict_bench.session import KVSession, geometry_of  # noqa: E402
 from qevict_bench.store import LayerStore  # noqa: E402
@@ -90,8 +91,8 @@ def random_ids(loaded: LoadedModel, length: int) -> list[int]:
 def example(loaded: LoadedModel, name: str, budget: str, length: int, new: int, first: str, copy: bool = True) -> Times:
     """Seconds of one prompt through `engine.generate`."""
     begin, prompt = time.perf_counter(), Prompt(tuple(random_ids(loaded, length)), (), 0, length)
-    how: dict[str, Any] = {"max_new_tokens": new, "stop": (), "seed": 0, "example_ids": ["bench"]}
-    how |= {"first_token": first, "working_copy": copy}
+    how: dict[str, Any] = {"max_new_tokens": [new], "stop": (), "seed": 0, "example_ids": ["bench"]}
+    how |= {"protocol": Protocol(first_token=first), "working_copy": copy}
     [done] = generate(loaded, configured("method", name), Budget(budget), [prompt], **how)
     assert len(done.new_ids) == new
     return {"whole": time.perf_counter() - begin, "prefill": done.ttft_s, "decode": done.decode_s}
@@ -239,7 +240,7 @@ def one_prefill(args: argparse.Namespace) -> Times:
 
 def prefill_memory(args: argparse.Namespace) -> list[Row]:
     rows, full = [], 0.0
-    for name in ("full_kv", "snapkv", "qevict"):
+    for name in ("full_kv", *args.methods_d.split(";")):
         command = [sys.executable, __file__, *args.argv, "--child", name]
         seen = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         peak = (seen["peak"] - seen["before"]) / 1e9
@@ -265,6 +266,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model-d", default="gemma3_270m", choices=MODELS, help="model of case d")
     parser.add_argument("--budget", default="0.2", help="fraction of FullKV bytes in b, c and d")
     parser.add_argument("--methods", default=COMPARED, help="yamls of configs/method for case b, separated by ;")
+    parser.add_argument("--methods-d", default="snapkv;qevict", help="the same for case d, beside full_kv")
     parser.add_argument("--csv", type=Path, help="also write the table to this file")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     sizes = {"repeats": 6, "threads": 1, "prompt-a": 512, "new-a": 48, "prompt-b": 2048, "new-b": 32, "events": 12}

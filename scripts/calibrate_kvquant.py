@@ -4,8 +4,9 @@ Runs `samples` texts of `length` tokens forward and backward. Per full-attention
 of values, the numbers themselves and their squared gradients of the next-token loss (the Fisher weights), and writes:
 0.5 and 99.5 % quantiles per key channel, and codebooks of 2, 3 and 4 bits for keys and for values by weighted k-means
 over what is no outlier (Hooper et al., arXiv 2401.18079). The first `KVQuant.sinks` tokens of a sample do not count.
-The file lies in the cache folder under the model's fingerprint; another calibration replaces it. Fields are in
-configs/calibrate_kvquant.yaml. Minutes on a CPU for the embedded models. Exit codes as run.py's.
+The file lies in the cache folder under the model's fingerprint; another calibration replaces it once it is complete.
+Fields are in configs/calibrate_kvquant.yaml. Minutes on a CPU for the embedded models. Exit codes: 0 done, 2 a mistake
+in the input (one line on stderr), 130 interrupted.
 
 Deviations from the authors' code: k-means starts from quantiles, without a random seed; gradients are taken at what the
 attention sees and turned back, so any supported model is calibrated, with norms on its keys or a fused projection too.
@@ -15,38 +16,64 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 
 import hydra
 import torch
 import torch.nn.functional as F
-from hydra.errors import HydraException
-from hydra.utils import instantiate
-from omegaconf import DictConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
+import run as cli  # noqa: E402
 from methods.full_kv import FullKV  # noqa: E402
 from methods.kvquant import KVQuant  # noqa: E402
 from qevict_bench.attention import attend_sliding, register  # noqa: E402
 from qevict_bench.budget import Budget  # noqa: E402
-from qevict_bench.models import LoadedModel  # noqa: E402
+from qevict_bench.models import LoadedModel, ModelSpec  # noqa: E402
 from qevict_bench.nuq import BITS, Codebooks, Sparse, normalized, static_params, token_params  # noqa: E402
 from qevict_bench.session import KVSession  # noqa: E402
+from qevict_bench.settings import MAX_SEED, build  # noqa: E402
 from tasks.ruler.prose import sentences  # noqa: E402
 
 log = logging.getLogger(__name__)
-os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and leaving with code 1
 TAIL = 0.005  # of a key channel's values lies beyond either bound
 LOSS_TOKENS = 256  # logits are made for so many tokens at a time
+SHORTEST = 64  # tokens of a sample
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fields of configs/calibrate_kvquant.yaml. Raises ValueError, naming field, value and remedy."""
+
+    model: ModelSpec
+    text: str
+    hub_id: str
+    hub_config: str
+    hub_split: str
+    hub_field: str
+    samples: int
+    length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("length", SHORTEST)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; give an integer of at least {least}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed={self.seed} is out of range; give an integer from 0 to {MAX_SEED}")
+        for name in ("hub_id", "hub_config", "hub_split", "hub_field"):
+            if self.text == "hub" and not getattr(self, name).strip():
+                raise ValueError(f"{name} is empty; text=hub needs one, as in hub_id=OWNER/NAME hub_field=text")
 
 
 @dataclass
@@ -160,74 +187,101 @@ def k_means(values_N: Tensor, weights_N: Tensor, num: int, rounds: int = 300) ->
     return centers
 
 
-def texts_of(cfg: DictConfig, loaded: LoadedModel) -> list[list[int]]:
+def texts_of(asked: Calibration, loaded: LoadedModel) -> list[list[int]]:
     """`samples` pieces of `length` token ids, each opened as the tokenizer opens a text."""
-    opening = list(loaded.tokenizer("")["input_ids"])
-    size = cfg.length - len(opening)
-    if cfg.samples < 1 or size <= KVQuant().sinks + KVQuant().block or cfg.length > loaded.max_context:
+    if asked.length > loaded.max_context:
         raise ValueError(
-            f"samples={cfg.samples}, length={cfg.length}: give at least 1 sample of 64 to {loaded.max_context} tokens"
+            f"length={asked.length} is longer than the context of {loaded.name}; give {SHORTEST} to "
+            f"{loaded.max_context} tokens"
         )
+    opening = list(loaded.tokenizer("")["input_ids"])
+    size = asked.length - len(opening)
     ids: list[int] = []
-    for passage in passages(cfg):
+    for passage in passages(asked):
         ids += loaded.tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) >= cfg.samples * size:
-            return [opening + ids[n * size : (n + 1) * size] for n in range(cfg.samples)]
+        if len(ids) >= asked.samples * size:
+            return [opening + ids[n * size : (n + 1) * size] for n in range(asked.samples)]
     raise ValueError(
-        f"text={cfg.text} has {len(ids)} tokens; {cfg.samples} samples of {cfg.length} need {cfg.samples * size}: give "
-        "a longer text, or fewer samples"
+        f"text={asked.text} has {len(ids)} tokens; {asked.samples} samples of {asked.length} need "
+        f"{asked.samples * size}: give a longer text, or fewer samples"
     )
 
 
-def passages(cfg: DictConfig) -> Iterator[str]:
-    """Passages of the text that `cfg` names."""
-    if cfg.text == "prose":
-        stream = sentences(Random(cfg.seed))
+def passages(asked: Calibration) -> Iterator[str]:
+    """Passages of the text that `asked` names."""
+    if asked.text == "prose":
+        stream = sentences(Random(asked.seed))
         while True:
             yield " ".join(next(stream) for _ in range(50)) + "\n\n"
-    elif cfg.text == "hub":
-        from datasets import load_dataset
-
-        try:
-            rows = load_dataset(cfg.hub_id, cfg.hub_config, split=cfg.hub_split)
-        except Exception as error:  # the library raises many kinds: missing, gated, offline, damaged
-            raise ValueError(f"hub_id={cfg.hub_id!r} cannot be loaded ({error}); check name and network") from error
-        yield from (row[cfg.hub_field] for row in rows)
+    elif asked.text == "hub":
+        yield from _of_hub(asked)
     else:
         try:
-            yield Path(cfg.text).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"text={cfg.text} cannot be read ({error}); give prose, hub or a text file") from error
+            yield Path(asked.text).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+            raise ValueError(
+                f"text={asked.text} cannot be read ({error}); give prose, hub or a text file in UTF-8"
+            ) from error
+
+
+def _of_hub(asked: Calibration) -> Iterator[str]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(asked.hub_id, asked.hub_config, split=asked.hub_split)
+    except Exception as error:  # the library raises many kinds: missing, gated, offline, damaged
+        raise ValueError(
+            f"hub_id={asked.hub_id}, hub_config={asked.hub_config}, hub_split={asked.hub_split} cannot be loaded "
+            f"({error}); check names and network"
+        ) from error
+    columns = [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    if asked.hub_field not in columns:
+        raise ValueError(
+            f"hub_field={asked.hub_field} is no text field of {asked.hub_id}; choose one of "
+            f"{', '.join(columns) or 'another data set'}"
+        )
+    yield from (row[asked.hub_field] or "" for row in rows)
 
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="calibrate_kvquant")
 def main(cfg: DictConfig) -> None:
     try:
-        print(run(cfg))
-    except ValueError as error:
-        sys.exit(report(error))
+        print(run(checked(cfg)), flush=True)
+    except (ValueError, OmegaConfBaseException) as error:
+        sys.exit(cli.report(error))
 
 
-def run(cfg: DictConfig) -> str:
-    """Calibrate as configured and save; says what was made."""
-    loaded: LoadedModel = instantiate(cfg.model).load(register())
-    texts = texts_of(cfg, loaded)
+def checked(cfg: DictConfig) -> Calibration:
+    """What the configuration asks for. Raises ValueError."""
+    values, model = (
+        dict(OmegaConf.to_container(node, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+        for node in (cfg, cfg.model)
+    )
+    spec = build(get_class(model.pop("_target_")), model, "model.")
+    made: Calibration = build(Calibration, {**values, "model": spec}, "")
+    return made
+
+
+def run(asked: Calibration) -> str:
+    """Calibrate and save; says what was made."""
+    loaded = asked.model.load(register())
+    texts = texts_of(asked, loaded)
     made = calibrate(loaded, texts)
     digest = hashlib.sha256(str(texts).encode()).hexdigest()[:16]
-    fields = {name: str(cfg[name]) for name in ("text", "hub_id", "samples", "length", "seed")}
-    path = made.save(loaded.fingerprint, {"model": loaded.name, "token_digest": digest, **fields})
-    return f"{path}: codebooks {made.digest} of {loaded.name}, {cfg.samples} samples of {cfg.length} tokens"
+    notes = {field.name: str(getattr(asked, field.name)) for field in fields(asked) if field.name != "model"}
+    path = made.save(loaded.fingerprint, {"model": loaded.name, "token_digest": digest, **notes})
+    return f"{path}: codebooks {made.digest} of {loaded.name}, {asked.samples} samples of {asked.length} tokens"
 
 
-def report(error: Exception) -> int:
-    """Say in one line what went wrong, and return the exit code."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+def job() -> None:
+    """`main`, unless a field is unknown: of those, `cli` would name the known ones of run.py."""
+    known = [field.name for field in fields(Calibration)]
+    for text in sys.argv[1:]:
+        named = re.match(r"[+~]*(?!model\b|hydra\b)([\w./]+)=", text)
+        if named and named[1] not in known:
+            raise ValueError(f"{named[1]} is no field; fields: {', '.join(known)}")
+    main()
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        main()
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(report(error))
+    sys.exit(cli.command_line(sys.argv[1:], job))

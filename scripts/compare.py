@@ -27,13 +27,15 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 from qevict_bench import alarms  # noqa: E402
 from qevict_bench.comparison import MIN_DIFFERING, Comparison, Comparisons, Pair, compare, pair, points, shown_p  # noqa: E402
 from qevict_bench.environment import Environment  # noqa: E402
-from qevict_bench.results import Row, read_rows  # noqa: E402
+from qevict_bench.results import read_rows  # noqa: E402
+from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.standing import read_json, standing  # noqa: E402
 from qevict_bench.statistics import ALPHA, holm, spearman  # noqa: E402
 from qevict_bench.terminal import allow_any_sign, columns, cut, fitted, plain, wrapped  # noqa: E402
 
 WIDTH = 100
-SETTING = ("model", "dtype", "task", "prompt_source", "split", "seed", "protocol", "first_token")
+PROTOCOL = ("protocol", "mode", "answer_prefix_at", "instruction_at", "first_token")
+SETTING = ("model", "dtype", "task", "prompt_source", "split", "seed", *PROTOCOL)
 """Fields of a row that must agree, beside model.*, task.* and protocol.* of config.yaml."""
 DATA = ("subset", "index", "group", "answers", "prompt_tokens")
 """Fields of a row that must agree on every shared example."""
@@ -188,7 +190,7 @@ def _title(runs: Sequence[Run]) -> Iterator[str]:
     wording = "-style (own wording)" if row.prompt_source == "own" else f" ({row.prompt_source} wording)"
     devices = ", ".join(sorted({run.rows[0].device for run in runs}))
     yield from _wrapped(f"{row.task.upper()}{wording} on {row.model} ({row.dtype}, {devices})", "")
-    yield f"protocol {row.protocol}, first_token {row.first_token}, split {row.split}, seed {row.seed}"
+    yield f"protocol {row.protocol_words}, first_token {row.first_token}, split {row.split}, seed {row.seed}"
     mixed = {name for a, b in combinations(runs, 2) for name, mine, theirs in _origins(a, b) if mine != theirs}
     if mixed:
         yield from _wrapped(f"NOT THE SAME SOFTWARE (--allow=versions): {', '.join(sorted(mixed))} differ", "")

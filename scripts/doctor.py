@@ -1,11 +1,12 @@
 """Is a method fit for a table? python scripts/doctor.py method=snapkv model=tiny
 
 Runs the admission gates (src/qevict_bench/gates.py) on random prompts of 320 tokens, one line each: pass, fail or n/a,
-the measured value, and what it means; the last line is the badge. Takes the fields of configs/run.yaml, such as
-budget=0.3 or method.window=16; a budget that the method cannot meet on so short a prompt is raised, and that is said.
-Models run in float32, where rounding hides nothing, unless model.dtype says otherwise. Seconds per method on the tiny
-model, some minutes on an embedded one. Exit codes: 0 all gates pass, 1 one fails, 2 a mistake in the input, 130
-interrupted.
+the measured value, and what it means; the last line is the badge. A gate is n/a where the method has nothing to examine
+or, `vacuous`, where nothing happened that could have gone wrong: try a smaller budget. Takes the fields of
+configs/run.yaml, such as budget=0.3 or method.window=16; a budget that the method cannot meet on so short a prompt is
+raised, and that is said. Models run in float32, where rounding hides nothing, unless model.dtype says otherwise.
+Seconds per method on the tiny model, some minutes on an embedded one. Exit codes: 0 all gates pass, 1 one fails, 2 a
+mistake in the input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 import run as cli  # noqa: E402
 from qevict_bench.attention import register  # noqa: E402
 from qevict_bench.budget import Infeasible  # noqa: E402
-from qevict_bench.gates import FAIL, Outcome, affordable, badge, outcomes  # noqa: E402
+from qevict_bench.gate_runs import affordable  # noqa: E402
+from qevict_bench.gates import FAIL, Outcome, badge, outcomes  # noqa: E402
 from qevict_bench.models import LoadedModel  # noqa: E402
 from qevict_bench.runner import make_plan  # noqa: E402
 

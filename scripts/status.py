@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
 from qevict_bench.leases import Sighting, look  # noqa: E402
-from qevict_bench.results import Damaged, Row, read_rows  # noqa: E402
+from qevict_bench.results import Damaged, read_rows  # noqa: E402
+from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.standing import Standing, standing  # noqa: E402
 from qevict_bench.terminal import allow_any_sign, columns, fitted, plain  # noqa: E402
 

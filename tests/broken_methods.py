@@ -1,39 +1,49 @@
 """Methods and engines broken on purpose, one fault each, and the gate that must catch it.
 
-A fault is what a real cache library got wrong, put into this engine by replacing one function; the twin is the same
-method on the engine as it is.
+A fault is what a real cache library got wrong, or what would flatter a method, put into this engine by replacing one
+function; the twin is the same method on the engine as it is.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from methods.kivi import KIVI
+from methods.mikv import MiKV
+from methods.pyramidkv import PyramidKV
 from methods.qevict import QEvict
 from methods.snapkv import SnapKV
-from qevict_bench import attention
+from methods.zipcache import ZipCache
+from qevict_bench import accounting, attention, codecs
 from qevict_bench import session as session_module
-from qevict_bench.budget import Geometry
+from qevict_bench.attention import Step
+from qevict_bench.budget import Geometry, Usage
 from qevict_bench.models import LoadedModel
 from qevict_bench.policy import EVICTED, FULL, Allowance, KVPolicy, LayerView, Placement
+from qevict_bench.rope import Rope
+from qevict_bench.selection import keep_all
 from qevict_bench.session import KVSession
+from qevict_bench.slots import Lane, Slots
 from qevict_bench.store import LayerStore, Moves
 from qevict_bench.units import Rect, UnitTable
 
 
 @dataclass(frozen=True)
 class Broken:
-    """`twin` passes every gate; after `sabotage`, `policy` fails `gate`. They differ if the method itself is broken."""
+    """`twin` passes `gate`; after `sabotage`, `policy` fails it. They differ if the method itself is broken."""
 
     gate: str
     twin: KVPolicy
     sabotage: Callable[[pytest.MonkeyPatch], None]
     policy: KVPolicy
+    budget: str = "0.2"
 
 
 def position_from_stored_count(patch: pytest.MonkeyPatch) -> None:
@@ -125,16 +135,197 @@ def a_copy_per_query_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVSession, "attend", attend)
 
 
-def uncounted_bytes(patch: pytest.MonkeyPatch) -> None:
+# ---- memory that nobody pays for ----
+
+
+def kept_aside(form: Callable[[Tensor], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """Evicted keys are kept aside, for a recovery that nobody pays for."""
-    real = LayerStore.apply
 
-    def apply(self: LayerStore, placement: Placement, room: list[int]) -> Moves:
-        if not hasattr(self, "aside"):
-            self.aside = {"keys": self.full.k.clone()}  # type: ignore[attr-defined]
-        return real(self, placement, room)
+    def sabotage(patch: pytest.MonkeyPatch) -> None:
+        real = LayerStore.apply
 
-    patch.setattr(LayerStore, "apply", apply)
+        def apply(self: LayerStore, placement: Placement, room: list[int]) -> Moves:
+            if not hasattr(self, "aside"):
+                self.aside = form(self.full.k.clone())  # type: ignore[attr-defined]
+            return real(self, placement, room)
+
+        patch.setattr(LayerStore, "apply", apply)
+
+    return sabotage
+
+
+def in_a_closure(keys: Tensor) -> Callable[[], Tensor]:
+    return lambda: keys
+
+
+def allocated_with_the_session(patch: pytest.MonkeyPatch) -> None:
+    """A buffer of fixed size is there from the first token on."""
+    real = LayerStore.__init__
+
+    def init(self: LayerStore, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.buffer = torch.zeros(400 * self.num_heads, 2 * self.geometry.head_dim)  # type: ignore[attr-defined]
+
+    patch.setattr(LayerStore, "__init__", init)
+
+
+@dataclass(frozen=True)
+class Hoarding(SnapKV):
+    """Keeps all values in an attribute of its class."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        self.kept[views[0].layer_idx] = views[0].values(0).clone()
+        return super().place(views, allowance)
+
+
+HOARD: dict[int, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Stashing(SnapKV):
+    """Keeps all values in a global of its module."""
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        HOARD[views[0].layer_idx] = views[0].values(0).clone()
+        return super().place(views, allowance)
+
+
+def no_sabotage(patch: pytest.MonkeyPatch) -> None:
+    """The method itself is broken."""
+    Hoarding.kept.clear()
+    HOARD.clear()
+
+
+def billed_as_workspace(component: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A component moves from the counted bytes to those that are only reported."""
+
+    def sabotage(patch: pytest.MonkeyPatch) -> None:
+        real = accounting.usage
+
+        def usage(layer: LayerStore, row: int) -> Usage:
+            true = real(layer, row)
+            counted = {**true.counted, component: 0}
+            return replace(true, counted=counted, workspace=true.workspace + true.counted[component])
+
+        patch.setattr(session_module, "usage", usage)
+
+    return sabotage
+
+
+def params_unpaid(patch: pytest.MonkeyPatch) -> None:
+    """Parameters cost nothing, so that a quarter more units are kept."""
+    billed_as_workspace("params")(patch)
+    real = accounting.bytes_of
+    patch.setattr(accounting, "bytes_of", lambda layer, tier: (real(layer, tier) * 4) // 5)
+
+
+def references_unbilled(patch: pytest.MonkeyPatch) -> None:
+    real = accounting.usage
+
+    def usage(layer: LayerStore, row: int) -> Usage:
+        true = real(layer, row)
+        return replace(true, counted={**true.counted, "reference": 0})
+
+    patch.setattr(session_module, "usage", usage)
+
+
+def a_byte_of_every_entry_unbilled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(UnitTable, "unit_bytes", property(lambda self: 4 + 1 + 4 * len(self.columns)))
+
+
+@dataclass(frozen=True)
+class GivingUp(SnapKV):
+    """Evicts nothing any more once 50 tokens have followed the prompt."""
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        if bool((views[0].seq_len_B > views[0].prompt_len_B + 50).any()):
+            return [keep_all(views[0])]
+        return super().place(views, allowance)
+
+
+# ---- low-bit tiers that give back something else ----
+
+
+def keys_one_position_off(patch: pytest.MonkeyPatch) -> None:
+    real = Rope.rotate
+
+    def rotate(self: Rope, x: Tensor, at: Tensor, layer_idx: int, length: int) -> Tensor:
+        return real(self, x, at + 1, layer_idx, length + 2)
+
+    patch.setattr(Rope, "rotate", rotate)
+
+
+def scales_too_large(patch: pytest.MonkeyPatch) -> None:
+    real = codecs._dequantize
+    patch.setattr(codecs, "_dequantize", lambda codes, scale, zero, dtype: real(codes, scale * 1.2, zero, dtype))
+
+
+def zero_point_dropped(patch: pytest.MonkeyPatch) -> None:
+    real = codecs.PerToken.decode
+
+    def decode(self: codecs.PerToken, slot: tuple[Tensor, ...], *rest: Any) -> Tensor:
+        return real(self, (*slot[:2], torch.zeros_like(slot[2])), *rest)
+
+    patch.setattr(codecs.PerToken, "decode", decode)
+
+
+def wrong_unit(change: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` gets decoded values, their entries and their segments."""
+
+    def sabotage(patch: pytest.MonkeyPatch) -> None:
+        real = Lane.decode
+
+        def decode(self: Lane, entries: Tensor, segment: Tensor, *rest: Any) -> Tensor:
+            out = real(self, entries, segment, *rest)
+            change(out, entries, segment)
+            return out
+
+        patch.setattr(Lane, "decode", decode)
+
+    return sabotage
+
+
+def last_is_first(out: Tensor, entries: Tensor, segment: Tensor) -> None:
+    out[-1] = out[0]
+
+
+def last_is_zero(out: Tensor, entries: Tensor, segment: Tensor) -> None:
+    out[-1] = 0
+
+
+def first_is_zero(out: Tensor, entries: Tensor, segment: Tensor) -> None:
+    out[segment != segment.roll(1)] = 0
+
+
+def tenth_is_seven(out: Tensor, entries: Tensor, segment: Tensor) -> None:
+    out[entries % 10 == 3] = 7.0
+
+
+def late_recompression(patch: pytest.MonkeyPatch) -> None:
+    """What is coded again while decoding comes from other tokens."""
+    real = LayerStore._source
+
+    def source(self: LayerStore, *rest: Any) -> Tensor:
+        made = real(self, *rest)
+        return made.roll(1, dims=0) if self.seq_len[0] > self.prompt_len[0] + 50 else made
+
+    patch.setattr(LayerStore, "_source", source)
+
+
+def promoted_to_their_mean(patch: pytest.MonkeyPatch) -> None:
+    real = LayerStore._rebuild_full
+
+    def rebuild(self: LayerStore, rect: Rect, new: Tensor, lens: Tensor, *rest: Any) -> Slots:
+        full = real(self, rect, new, lens, *rest)
+        promoted = self.per_head((rect.tier > FULL) & (new == FULL))
+        if bool(promoted.any()):
+            at = self._unit_slots(self._first_slots(new == FULL, lens, full)[promoted]).flatten()
+            full.v[at] = full.v[at].mean()
+        return full
+
+    patch.setattr(LayerStore, "_rebuild_full", rebuild)
 
 
 def requantizing_old_codes(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +376,77 @@ def leaking_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leaking, "left", {})
 
 
-SNAPKV, QEVICT = SnapKV(window=16), QEvict()
+@dataclass(frozen=True)
+class Remembering(PyramidKV):
+    """Works out its layers' counts once, for the first prompt it meets."""
+
+    counts: ClassVar[list[list[int]]] = []
+
+    def _counts(self, total: int, seen: int, available: Sequence[int]) -> list[int]:
+        if not self.counts:
+            self.counts.append(super()._counts(total, seen, available))
+        return [min(wanted, there) for wanted, there in zip(self.counts[0], available, strict=True)]
+
+
+def counts_of_another_prompt(patch: pytest.MonkeyPatch) -> None:
+    """The method itself is broken."""
+    Remembering.counts.clear()
+
+
+@dataclass(frozen=True)
+class Noisy(SnapKV):
+    """Adds to its votes what no seed explains, too little to move a unit."""
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        for column in views[0].columns.values():
+            column += 1e-3 * torch.rand(column.shape)
+        return super().place(views, allowance)
+
+
+# ---- forks, frozen rows, queries that are not shown ----
+
+
+def shallow_fork(patch: pytest.MonkeyPatch) -> None:
+    """A fork shares the layers of its parent."""
+    patch.setattr(KVSession, "fork", lambda self: copy.copy(self))
+
+
+def frozen_rows_evicted(patch: pytest.MonkeyPatch) -> None:
+    """Placements reach frozen rows. It shows with methods that move units without need: a frozen row always fits."""
+
+    def carry_out(self: KVSession, layer: LayerStore, placement: Placement, room: list[int]) -> None:
+        moves = layer.apply(placement, room)
+        for row in self.active:
+            self.trace[row].evictions += int(moves.evictions[row])
+            layer.event_len[row] = layer.seq_len[row]
+
+    patch.setattr(KVSession, "_carry_out", carry_out)
+
+
+def unseen(phase: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Queries of a phase are never handed to `observe`."""
+
+    def sabotage(patch: pytest.MonkeyPatch) -> None:
+        real = attention.observe
+
+        def observe(layer: LayerStore, q_BHQD: Tensor, slots: Slots, step: Step, *rest: Any) -> None:
+            if step.phase != phase:
+                real(layer, q_BHQD, slots, step, *rest)
+
+        patch.setattr(session_module, "observe", observe)
+
+    return sabotage
+
+
+def never_asked(patch: pytest.MonkeyPatch) -> None:
+    """The policy is not even asked about decoded queries."""
+    real = KVSession._ask_probe
+    patch.setattr(KVSession, "_ask_probe", lambda self, step: None if step.phase == "decode" else real(self, step))
+
+
+SNAPKV, QEVICT, MEMORY, LOW = SnapKV(window=16), QEvict(), "allocated = accounted", "low-bit values"
+STATIC, GROUPED, RANDOM = QEvict(key_params="static"), QEvict(key_params="group:4"), QEvict(routing="random")
+KIVI2, KIVI4, MIKV, ZIP = KIVI(), KIVI(bits=4), MiKV(), ZipCache()
 BROKEN: dict[str, Broken] = {
     "position from stored count": Broken("masked dense", SNAPKV, position_from_stored_count, SNAPKV),
     "evicting before attention": Broken("prefill logits", SNAPKV, evicting_before_attention, SNAPKV),
@@ -193,7 +454,41 @@ BROKEN: dict[str, Broken] = {
     "misaligned ledger": Broken("scores aligned", QEVICT, misaligned_ledger, QEVICT),
     "wrong GQA heads": Broken("masked dense", SNAPKV, wrong_gqa_heads, SNAPKV),
     "a copy per query head": Broken("stored heads", SNAPKV, a_copy_per_query_head, SNAPKV),
-    "uncounted bytes": Broken("allocated = accounted", SNAPKV, uncounted_bytes, SNAPKV),
+    "keys aside": Broken(MEMORY, SNAPKV, kept_aside(lambda keys: {"keys": keys}), SNAPKV),
+    "keys aside in numpy": Broken(MEMORY, SNAPKV, kept_aside(lambda keys: keys.numpy().copy()), SNAPKV),
+    "keys aside as bytes": Broken(MEMORY, SNAPKV, kept_aside(lambda keys: keys.numpy().tobytes()), SNAPKV),
+    "keys aside as a list": Broken(MEMORY, SNAPKV, kept_aside(lambda keys: keys.tolist()), SNAPKV),
+    "keys aside in a closure": Broken(MEMORY, SNAPKV, kept_aside(in_a_closure), SNAPKV),
+    "values in the class": Broken(MEMORY, SNAPKV, no_sabotage, Hoarding(window=16)),
+    "values in the module": Broken(MEMORY, SNAPKV, no_sabotage, Stashing(window=16)),
+    "allocated with the session": Broken(MEMORY, SNAPKV, allocated_with_the_session, SNAPKV),
+    "table as workspace": Broken(MEMORY, SNAPKV, billed_as_workspace("table"), SNAPKV),
+    "params as workspace": Broken(MEMORY, QEVICT, billed_as_workspace("params"), QEVICT),
+    "params unpaid": Broken("budget", QEVICT, params_unpaid, QEVICT),
+    "references unbilled": Broken(MEMORY, STATIC, references_unbilled, STATIC),
+    "a byte of every entry unbilled": Broken(MEMORY, SNAPKV, a_byte_of_every_entry_unbilled, SNAPKV),
+    "giving up": Broken("budget", SNAPKV, no_sabotage, GivingUp(window=16)),
+    "counts of another prompt": Broken(
+        "state isolation", PyramidKV(), counts_of_another_prompt, Remembering(), budget="0.4"
+    ),
+    "noise": Broken("determinism", SNAPKV, no_sabotage, Noisy(window=16)),
+    "keys one position off": Broken(LOW, QEVICT, keys_one_position_off, QEVICT),
+    "scales too large": Broken(LOW, QEVICT, scales_too_large, QEVICT),
+    "scales too large, 4 bits": Broken(LOW, KIVI4, scales_too_large, KIVI4),
+    "zero point dropped": Broken(LOW, QEVICT, zero_point_dropped, QEVICT),
+    "last unit zero": Broken(LOW, QEVICT, wrong_unit(last_is_zero), QEVICT),
+    "last unit another's": Broken(LOW, KIVI2, wrong_unit(last_is_first), KIVI2),
+    "last unit another's, grouped": Broken(LOW, GROUPED, wrong_unit(last_is_first), GROUPED),
+    "first unit zero": Broken(LOW, MIKV, wrong_unit(first_is_zero), MIKV),
+    "every tenth unit": Broken(LOW, KIVI4, wrong_unit(tenth_is_seven), KIVI4),
+    "late recompression": Broken(LOW, ZIP, late_recompression, ZIP, budget="native"),
+    "promoted to their mean": Broken("promotion", QEVICT, promoted_to_their_mean, QEVICT),
+    "shallow fork": Broken("fork", SNAPKV, shallow_fork, SNAPKV),
+    "frozen rows evicted": Broken("frozen rows", RANDOM, frozen_rows_evicted, RANDOM),
+    "decoded queries unseen": Broken("rows observed", SNAPKV, unseen("decode"), SNAPKV),
+    "decoded queries unseen, replayed": Broken("rows observed", QEVICT, unseen("decode"), QEVICT),
+    "question unseen": Broken("rows observed", SNAPKV, unseen("append"), SNAPKV),
+    "decoded queries never asked about": Broken("rows observed", QEVICT, never_asked, QEVICT),
     "requantizing old codes": Broken("old codes", QEVICT, requantizing_old_codes, QEVICT),
     "leaking state": Broken("state isolation", SNAPKV, leaking_state, Leaking(window=16)),
 }

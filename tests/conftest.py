@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the processes that tests start
@@ -11,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the proce
 import pytest
 import torch
 import yaml
+from script_modules import calibrate
+from tiny_models import engine
 
 from qevict_bench.models import LoadedModel, ModelSpec
 
@@ -31,6 +34,15 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What methods with calibrated tables find prepared for model=tiny."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QEVICT_BENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        calibrate(engine()).save(engine().fingerprint, {})
+        yield
 
 
 def spec_of(config: str) -> ModelSpec:

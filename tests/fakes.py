@@ -9,19 +9,20 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
 from qevict_bench import runner
+from qevict_bench.asking import Engine
 from qevict_bench.budget import Budget, BudgetExceeded, Geometry, Infeasible
-from qevict_bench.jobs import Engine
 from qevict_bench.model_facts import ModelFacts
 from qevict_bench.policy import Allowance, KVPolicy, LayerView, Placement
+from qevict_bench.protocol import Protocol, Turn
 from qevict_bench.task import Example, Prompt, Prompter, Task
 
 
@@ -101,7 +102,8 @@ GEOMETRY = Geometry(num_layers=3, num_kv_heads=1, group_size=1, head_dim=8, item
 
 
 class ByteTokenizer:
-    bos_token_id = None
+    bos_token_id = unk_token_id = None
+    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
     chat_template = None
 
     def __call__(self, text: str, **options: Any) -> dict[str, Any]:
@@ -157,9 +159,9 @@ def generate(
     budget: Budget,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Sequence[int],
     stop: tuple[str, ...],
-    first_token: str,
+    protocol: Protocol,
     seed: int,
     example_ids: Sequence[str],
 ) -> list[FakeGeneration]:
@@ -173,7 +175,7 @@ def generate(
         hit = os.environ.get(f"FAKE_{kind.__name__.upper()}", "none")
         if policy.strength and any(hit in name for name in example_ids):
             raise kind(f"{hit} went\nwrong")
-    batch = repr(([p.ids for p in prompts], policy, budget.spec, first_token, seed))
+    batch = repr(([p.ids for p in prompts], policy, budget.spec, protocol, seed))
     made = []
     for name in example_ids:
         digest = hashlib.sha256((batch + name).encode()).hexdigest()
@@ -192,7 +194,38 @@ def generate(
     return made
 
 
-ENGINE = Engine(generate, lambda loaded: GEOMETRY)
+def converse(
+    loaded: Any,
+    policy: FakePolicy,
+    budget: Budget,
+    conversations: Sequence[Sequence[Turn]],
+    *,
+    names: Sequence[str],
+    **options: Any,
+) -> list[list[FakeGeneration]]:
+    """As `generate`, with the conversation's name and the question's ids for an example's id."""
+    return [
+        generate(
+            loaded,
+            policy,
+            budget,
+            [turn.prompt for turn in turns],
+            max_new_tokens=[turn.max_new for turn in turns],
+            example_ids=[f"{name}/{number}" for number in range(len(turns))],
+            **options,
+        )
+        for turns, name in zip(conversations, names, strict=True)
+    ]
+
+
+def measure(loaded: Any, policy: FakePolicy, *args: Any, example_ids: Sequence[str], **options: Any) -> list[Any]:
+    """The fidelity of FullKV is perfect, the others' depends on the example."""
+    return [
+        {"gold.kl": policy.strength * len(name) / 100, "gold.kl_first": 0.0, "gold.tokens": 4.0} for name in example_ids
+    ]
+
+
+ENGINE = Engine(generate, converse, measure, lambda loaded: GEOMETRY)
 
 
 def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:
@@ -204,6 +237,7 @@ def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:
             "reference": {"name": "full_kv", "_target_": "fakes.FakePolicy", "strength": 0},
             "task": {"_target_": "fakes.FakeTask"},
             "protocol": {"name": "query_aware"},
+            "metrics": {"fidelity": False},
             "profile": {"name": "quick"},
             "budget": 0.2,
             "basis": "sequence",

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from qevict_bench.environment import Environment
-from qevict_bench.results import Row
+from qevict_bench.rows import Row
 from qevict_bench.summary import Facts
 
 COMMON: dict[str, Any] = {
@@ -28,6 +28,9 @@ COMMON: dict[str, Any] = {
     "small_budget": "clamp",
     "batch_size": 1,
     "protocol": "query_aware",
+    "mode": "reset",
+    "answer_prefix_at": "in_prompt",
+    "instruction_at": "context",
     "first_token": "compressed",
     "prompt_source": "own",
     "device": "cpu",

@@ -11,7 +11,7 @@ from rows import FULL, row, rows
 from qevict_bench import alarms
 from qevict_bench.alarms import Alarm
 from qevict_bench.comparison import compare, pair
-from qevict_bench.results import Row
+from qevict_bench.rows import Row
 
 
 def found(mine: list[Row], full: list[Row]) -> list[Alarm]:

@@ -205,7 +205,7 @@ def run(policy: KVPolicy, budget: Budget, prompt_len: int, num_new: int = 24) ->
         policy,
         budget,
         [prompt(random_ids(prompt_len, 1))],
-        max_new_tokens=num_new,
+        max_new_tokens=[num_new],
         stop=(),
         seed=0,
         example_ids=["x"],

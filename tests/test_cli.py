@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from script_modules import script
+from tiny_models import engine
 
 import run as cli
+from qevict_bench.nuq import Codebooks
 from qevict_bench.task import Example, Prompt, Prompter
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +99,10 @@ MISTAKES = [
     ("basis=mean", "basis='mean' is unknown; choose one of sequence, prompt, total"),
     ("enforce=never", "enforce='never' is unknown; choose one of always, prefill"),
     ("small_budget=grow", "small_budget='grow' is unknown; choose one of clamp, refuse"),
+    ("method=defensivekv budget=native", "budget=native: DefensiveKV publishes no size of its own; give a fraction"),
+    ("method=criticalkv method.eps=nan", "method.*eps=nan: .*eps in .0, 1000."),
+    ("protocol=multi_query protocol.mode=go", "protocol.mode=go is unknown; choose one of reset, continue"),
+    ("protocol.mode=continue", "protocol.mode=continue .*multi_query"),
     ("first_token=last", "first_token=last is unknown; choose one of compressed, full"),
     ("split=train", "split=train is unknown; choose one of test, dev"),
     ("resume=maybe", "resume=maybe is unknown; choose one of continue, restart"),
@@ -267,3 +274,101 @@ def test_warnings_reach_the_user(run: Run, tmp_path: Path, caplog: pytest.LogCap
         stream.write(b'{"run_id":')
     assert run(*TINY, "method=full_kv")[0] == 0
     assert "dropped a torn last line" in caplog.text
+
+
+# ---- scripts/calibrate_kvquant.py ----
+
+CALIBRATION = ("model=tiny", "samples=2", "length=128")
+FIELDS = "fields: model, text, hub_id, .*, samples, length, seed$"
+
+
+@pytest.fixture
+def calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the script in this process, as `run`. The cache is tmp_path/cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["calibrate_kvquant.py"])
+    monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path / "cache"))
+    main = script("calibrate_kvquant").job
+
+    def call(*arguments: str) -> tuple[int, list[str], list[str]]:
+        capsys.readouterr()
+        with warnings.catch_warnings():
+            code = cli.command_line([*arguments], main)
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return call
+
+
+CALIBRATION_MISTAKES = [
+    ("samples=abc", "samples=abc has the wrong type; give an integer$"),
+    ("samples=1.5", "samples=1.5 has the wrong type; give an integer$"),
+    ("samples=null", "samples=None has the wrong type; give an integer$"),
+    ("samples=0", "samples=0 is too small; give an integer of at least 1$"),
+    ("length=64.5", "length=64.5 has the wrong type; give an integer$"),
+    ("length=63", "length=63 is too small; give an integer of at least 64$"),
+    ("length=131073", "length=131073 is longer than the context of tiny; give 64 to 131072 tokens$"),
+    ("seed=abc", "seed=abc has the wrong type; give an integer$"),
+    ("seed=null", "seed=None has the wrong type; give an integer$"),
+    ("seed=-1", "seed=-1 is out of range; give an integer from 0 to "),
+    ("~seed", "seed has no value; set seed=...$"),
+    ("text=null", "text=None has the wrong type; give text$"),
+    ("text=nowhere", "text=nowhere cannot be read .*; give prose, hub or a text file in UTF-8$"),
+    ("text=latin.txt", "text=latin.txt cannot be read .*; give prose, hub or a text file in UTF-8$"),
+    ("text=short.txt", "text=short.txt has 5 tokens; 2 samples of 128 need 254: give a longer text, or fewer samples$"),
+    ("text=hub", "hub_id is empty; text=hub needs one"),
+    ("text=hub hub_id=a/b hub_split=", "hub_split is empty; text=hub needs one"),
+    ("model=nope", f"In 'calibrate_kvquant': Could not find 'model/nope' {options('model')}"),
+    ("model.dtype=int3", "model.dtype='int3': choose one of"),
+    ("model.foo=1", "model.foo=1 is no field of ModelSpec; fields: name, "),
+    ("~model", "Key 'model' is not in struct"),
+    ("sample=3", f"sample is no field; {FIELDS}"),
+    ("method=kvquant", f"method is no field; {FIELDS}"),
+    ("method.bits=3", f"method.bits is no field; {FIELDS}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CALIBRATION_MISTAKES, ids=[name for name, _ in CALIBRATION_MISTAKES])
+def test_a_mistake_in_a_calibration_is_one_line(calibrate: Run, tmp_path: Path, arguments: str, message: str) -> None:
+    (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 100)
+    (tmp_path / "short.txt").write_text("short")
+    code, out, err = calibrate(
+        *(text for text in CALIBRATION if arguments != "~model" or "=tiny" not in text), *arguments.split()
+    )
+    assert (code, out, len(err)) == (2, [], 1), err
+    assert re.match(f"error: {message}", err[0])
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_calibration_is_made_and_an_interrupted_one_leaves_it(
+    calibrate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = calibrate(*CALIBRATION, "model.dtype=bfloat16")
+    made = Codebooks.load("tiny", engine().fingerprint)
+    path = Codebooks.path(engine().fingerprint)
+    assert (code, out) == (0, [f"{path}: codebooks {made.digest} of tiny, 2 samples of 128 tokens"]), err
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script("calibrate_kvquant"), "key_tables", interrupt)
+    code, out, err = calibrate(*CALIBRATION)
+    assert (code, out, err[-1]) == (130, [], "error: interrupted; re-issue the command to continue")
+    assert Codebooks.load("tiny", engine().fingerprint) == made
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(("samples=abc",), 2), (("model=nope",), 2), ((), 0)])
+def test_a_calibration_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "calibrate_kvquant.py"), *CALIBRATION, *arguments]
+    environment = {**os.environ, "QEVICT_BENCH_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stderr
+    if code:
+        assert done.stdout == ""
+        assert re.fullmatch(r"error: .*\n", done.stderr)
+    else:
+        assert re.fullmatch(r"\S+: codebooks [0-9a-f]{16} of tiny, 2 samples of 128 tokens\n", done.stdout)
+        assert done.stderr.splitlines() == ["1 of 2 samples", "2 of 2 samples"]

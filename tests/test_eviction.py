@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import naive
@@ -21,7 +19,8 @@ from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from tiny_models import around, family, kept, random_ids
+from script_modules import script
+from tiny_models import around, attentions, eager, engine, family, kept, random_ids
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,7 +36,7 @@ from methods.streaming_llm import StreamingLLM
 from methods.tova import TOVA
 from qevict_bench import attention
 from qevict_bench.budget import Budget, Infeasible
-from qevict_bench.models import LoadedModel, ModelSpec
+from qevict_bench.models import LoadedModel
 from qevict_bench.policy import KVPolicy, LayerView
 from qevict_bench.scoring import Voting, add_votes, covering, defensive_peak, mean_floor, projected_norms, settle_votes
 from qevict_bench.selection import (
@@ -57,38 +56,9 @@ LENGTH, WINDOW, NEW, LAYERS, HEADS = 63, 5, 24, 4, 3
 Sets = list[list[set[int]]]  # kept positions per layer and KV head
 
 
-@cache
-def engine() -> LoadedModel:
-    """4 layers, 3 KV heads of 2 query heads each, head dim 16, fp32."""
-    return ModelSpec("tiny", "tiny", device="cpu").load(attention.register())
-
-
-@cache
-def eager() -> PreTrainedModel:
-    """The same weights under the eager attention of transformers."""
-    return ModelSpec("tiny", "tiny", device="cpu").load("eager").model
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models are faster on one, and far faster where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@cache
-def attentions() -> list[list[list[list[float]]]]:
-    """Attention [layer][query head][query][position] of the prompt, by transformers' eager attention."""
-    with torch.inference_mode():
-        out = eager()(torch.tensor([random_ids(LENGTH, 3)]), output_attentions=True)
-    return [layer[0].tolist() for layer in out.attentions]
-
-
 def own(layer: int, head: int) -> list[list[list[float]]]:
     """Attention of the two query heads of a KV head."""
-    return attentions()[layer][2 * head : 2 * head + 2]
+    return attentions(LENGTH, 3)[layer][2 * head : 2 * head + 2]
 
 
 @cache
@@ -168,7 +138,7 @@ def spied(policy: KVPolicy) -> tuple[KVPolicy, list[Mass]]:
                     on = {j: m for j, m in zip(at, mass, strict=True) if 0 <= j <= query}
                     seen.append(Mass(view.layer_idx, head, query, on))
 
-    return Spied(**{name: getattr(policy, name) for name in policy.__dataclass_fields__}), seen
+    return Spied(**{name: getattr(policy, name) for name in (field.name for field in dataclasses.fields(policy))}), seen
 
 
 Decide = Callable[[Sets, list[Mass], KVSession], Sets]
@@ -661,7 +631,7 @@ def test_tova_keeps_what_the_last_query_attends_to(keep_last: bool) -> None:
         found = []
         for layer, heads in enumerate(stored):
             if seen == LENGTH:
-                scores = oracle.tova_scores(attentions()[layer])
+                scores = oracle.tova_scores(attentions(LENGTH, 3)[layer])
             else:
                 last = [mass.on for mass in masses if mass.layer == layer and mass.query == seen - 1]
                 scores = {j: sum(sum(on[j]) for on in last) / 6 for j in heads[0]}
@@ -714,19 +684,8 @@ def test_random_keeps_every_token_equally_often() -> None:
 
 
 @cache
-def golden() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("golden_kvpress", ROOT / "scripts" / "golden_kvpress.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["golden_kvpress"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def golden_model() -> LoadedModel:
-    return around(golden().llama(attention.register()), "golden")
+    return around(script("golden_kvpress").llama(attention.register()), "golden")
 
 
 CASES = json.loads((ROOT / "tests" / "golden" / "kvpress.json").read_text())["cases"]
@@ -758,18 +717,18 @@ def test_kept_tokens_are_those_of_kvpress(case: dict[str, Any]) -> None:
     """
     counts, budget = case["counts"], Budget("native")
     tokens = round(sum(map(sum, counts)) / (LAYERS * HEADS))
-    policy = PINNED[case["name"]](tokens).fit(budget, geometry_of(golden_model()), golden().LENGTH, 8)
+    policy = PINNED[case["name"]](tokens).fit(budget, geometry_of(golden_model()), script("golden_kvpress").LENGTH, 8)
     session = KVSession(golden_model(), policy, budget, 1, max_new=8)
-    session.prefill([golden().prompt()], 100)
+    session.prefill([script("golden_kvpress").prompt()], 100)
     found = positions(session)
     assert [[len(head) for head in layer] for layer in found] == counts
-    assert found == [[golden().unpacked(head) for head in layer] for layer in case["kept"]]
+    assert found == [[script("golden_kvpress").unpacked(head) for head in layer] for layer in case["kept"]]
 
 
 def test_golden_script_packs_positions_and_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     for some in ([0], [3, 64, 599], list(range(600))):
-        assert golden().unpacked(golden().packed(some)) == set(some)
-    assert golden().main([]) == 2
+        assert script("golden_kvpress").unpacked(script("golden_kvpress").packed(some)) == set(some)
+    assert script("golden_kvpress").main([]) == 2
     assert "FILE.json" in capsys.readouterr().err
 
 
@@ -874,12 +833,11 @@ def test_hopeless_budgets_are_infeasible(policy: KVPolicy, spec: str) -> None:
         (lambda: DefensiveKV(scope="head"), "layer, model"),
         (lambda: DefensiveKV(threshold=9.0), "threshold"),
         (lambda: PyramidKV(beta=0), "at least 1"),
-        (lambda: PyramidKV(native_tokens=8), "at least 9"),
         (lambda: H2O(recent_share=-1.0), "recent_share"),
         (lambda: H2O(every=0), "at least 1"),
         (lambda: SnapKV(order="both"), "reduce_first, pool_first"),
-        (lambda: Random().fit(Budget("native"), geometry_of(engine()), 100, 8), "budget=native"),
-        (lambda: DefensiveKV().fit(Budget("native"), geometry_of(engine()), 100, 8), "budget=native"),
+        (lambda: Random().admit(Budget("native")), "budget=native"),
+        (lambda: DefensiveKV().admit(Budget("native")), "budget=native"),
     ],
 )
 def test_wrong_fields_are_named(make: Callable[[], object], said: str) -> None:

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": {"budget", "codecs"},
     "fitting": {"budget", "policy", "selection"},
     "routing": {"budget", "codecs", "fitting", "policy", "scoring"},
+    "observing": {"budget", "policy", "scoring", "selection"},
     "slots": {"budget", "codecs"},
     "units": {"budget", "codecs"},
     "store": {"budget", "codecs", "policy", "rope", "slots", "units"},
@@ -38,22 +39,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": set(),
     "weights": {"cache"},
     "models": {"budget", "cache", "tiny", "weights"},
+    "trace": {"budget"},
     "task": {"metrics"},
+    "protocol": {"task"},
     "leases": set(),
     "environment": set(),
     "progress": set(),
     "settings": {"budget"},
-    "results": {"environment", "leases"},
-    "standing": {"results"},
+    "rows": set(),
+    "results": {"environment", "leases", "rows"},
+    "standing": {"results", "rows"},
     "terminal": set(),
     "statistics": set(),
-    "comparison": {"results", "statistics"},
-    "alarms": {"comparison", "results", "statistics"},
+    "comparison": {"rows", "statistics"},
+    "alarms": {"comparison", "rows", "statistics"},
     "closing": {"alarms", "comparison", "statistics", "summary"},
 }
 METHODS_MAY_IMPORT = {
     f"qevict_bench.{name}"
-    for name in ("policy", "scoring", "selection", "routing", "fitting", "codecs", "nuq", "budget")
+    for name in ("policy", "observing", "scoring", "selection", "routing", "fitting", "codecs", "nuq", "budget")
 }
 TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache"}
 HYDRA = {"hydra", "omegaconf"}

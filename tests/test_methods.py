@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import cache
@@ -11,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
-from calibrated import calibrate
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tiny_models import prompt, random_ids
 from torch import Tensor
 
-from qevict_bench import attention
 from qevict_bench.budget import Budget, BudgetExceeded, Infeasible
 from qevict_bench.engine import Generation, generate
-from qevict_bench.models import LoadedModel, ModelSpec
+from qevict_bench.models import LoadedModel
 from qevict_bench.policy import KVPolicy
 from qevict_bench.session import KVSession, geometry_of
 
+pytestmark = pytest.mark.usefixtures("calibration")
 YAMLS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "configs" / "method").glob("*.yaml"))}
 COMPRESSING = [name for name in YAMLS if name != "full_kv"]
 NEW = 20
@@ -33,25 +32,7 @@ NEW = 20
 @cache
 def engine() -> LoadedModel:
     """4 layers, 6 query heads on 3 KV heads, fp32; never stops early."""
-    return replace(ModelSpec("tiny", "tiny", device="cpu").load(attention.register()), eos_ids=())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models are faster on one, and far faster where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What methods with calibrated tables find prepared."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QEVICT_BENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        calibrate(engine()).save(engine().fingerprint, {})
-        yield
+    return replace(tiny_models.engine(), eos_ids=())
 
 
 @cache
@@ -76,7 +57,7 @@ def feasible(name: str, budget: Budget, *lengths: int) -> Budget:
 
 
 def run(name: str, budget: Budget, *lengths: int, **options: Any) -> list[Generation]:
-    options = {"max_new_tokens": NEW, "stop": (), "seed": 0, **options}
+    options = {"max_new_tokens": [NEW] * len(lengths), "stop": (), "seed": 0, **options}
     prompts = [prompt(random_ids(n, n)) for n in lengths]
     return generate(engine(), method(name), budget, prompts, example_ids=[str(n) for n in lengths], **options)
 

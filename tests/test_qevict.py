@@ -18,18 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import kept, prompt, random_ids, watched
+from tiny_models import attentions, engine, kept, prompt, random_ids, watched
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from methods.qevict import QEvict
-from qevict_bench import attention
 from qevict_bench import session as session_module
 from qevict_bench.accounting import PlacementCost, unit_bytes, usage
 from qevict_bench.attention import Step
 from qevict_bench.budget import Budget, Geometry, Infeasible
 from qevict_bench.engine import Generation, generate
-from qevict_bench.models import LoadedModel, ModelSpec
 from qevict_bench.policy import EVICTED, FULL, Placement
 from qevict_bench.rope import Rope
 from qevict_bench.routing import all_low_bytes
@@ -42,40 +39,11 @@ LOW = 1
 HEADS, GROUP = 3, 2
 
 
-@cache
-def engine() -> LoadedModel:
-    """4 layers, 3 KV heads of 2 query heads each, head dim 16, fp32."""
-    return ModelSpec("tiny", "tiny", device="cpu").load(attention.register())
-
-
-@cache
-def eager() -> PreTrainedModel:
-    """The same weights under the eager attention of transformers."""
-    return ModelSpec("tiny", "tiny", device="cpu").load("eager").model
-
-
-@cache
-def attentions(length: int, seed: int) -> list[list[list[list[float]]]]:
-    """Attention [layer][query head][query][position] of a random text."""
-    with torch.inference_mode():
-        out = eager()(torch.tensor([random_ids(length, seed)]), output_attentions=True)
-    return [layer[0].tolist() for layer in out.attentions]
-
-
 def session_of(policy: QEvict, spec: str, prompt_len: int, rows: int = 1, max_new: int = 64) -> KVSession:
     budget = Budget(spec)
     return KVSession(
         engine(), policy.fit(budget, geometry_of(engine()), prompt_len, max_new), budget, rows, max_new=max_new
     )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models are faster on one, and far faster where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the worked example, with what parameters really cost ----
@@ -527,7 +495,7 @@ def run(policy: QEvict, spec: str, length: int = 512, new: int = 20) -> Generati
         policy,
         Budget(spec),
         [prompt(random_ids(length, 7))],
-        max_new_tokens=new,
+        max_new_tokens=[new],
         stop=(),
         seed=0,
         example_ids=["a"],

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import naive_quantizers as naive
 import pytest
 import torch
-from calibrated import calibrate, calibration_script
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from safetensors import safe_open
-from tiny_models import family, kept, prompt, random_ids
+from safetensors.torch import save_file
+from script_modules import calibrate, script
+from tiny_models import attentions, eager, engine, family, kept, prompt, random_ids
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from methods.full_kv import FullKV
@@ -30,13 +32,12 @@ from methods.kivi import KIVI
 from methods.kvquant import KVQuant
 from methods.mikv import MiKV
 from methods.zipcache import ZipCache
-from qevict_bench import attention
 from qevict_bench.accounting import PlacementCost, usage
 from qevict_bench.budget import Budget, Geometry, Infeasible
 from qevict_bench.codecs import PerChannel, PerToken
 from qevict_bench.engine import generate
-from qevict_bench.models import LoadedModel, ModelSpec
-from qevict_bench.nuq import Codebooks, NuqKeys, NuqValues, Sparse
+from qevict_bench.models import ModelSpec
+from qevict_bench.nuq import Codebooks, NuqKeys, NuqValues, Sparse, longest_unit
 from qevict_bench.policy import FULL, KVPolicy
 from qevict_bench.rope import Rope
 from qevict_bench.runner import make_plan
@@ -48,36 +49,8 @@ UNIFORM = {bits: tuple(torch.linspace(-1, 1, 1 << bits).tolist()) for bits in (2
 
 
 @cache
-def engine() -> LoadedModel:
-    """4 layers, 3 KV heads of 2 query heads each, head dim 16, fp32."""
-    return ModelSpec("tiny", "tiny", device="cpu").load(attention.register())
-
-
-@cache
-def eager() -> PreTrainedModel:
-    return ModelSpec("tiny", "tiny", device="cpu").load("eager").model
-
-
-@cache
 def codebooks() -> Codebooks:
     return calibrate(engine())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models are faster on one, and far faster where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@cache
-def attentions(length: int, seed: int) -> list[list[list[list[float]]]]:
-    """Attention [layer][query head][query][position] of a random prompt, by transformers' eager attention."""
-    with torch.inference_mode():
-        out = eager()(torch.tensor([random_ids(length, seed)]), output_attentions=True)
-    return [layer[0].tolist() for layer in out.attentions]
 
 
 def session_of(
@@ -324,8 +297,9 @@ def test_nuq_outliers_are_exact_and_constants_survive(dtype: torch.dtype) -> Non
 
 
 def test_more_outliers_than_an_index_reaches_are_refused() -> None:
-    with pytest.raises(ValueError, match="int16"):
-        Sparse(0.01, 256).count(256)
+    assert Sparse(0.01, longest_unit(256)).count(256) == 328  # 1 % of 2^15
+    with pytest.raises(ValueError, match="int16 index reaches; take at most 128$"):
+        Sparse(0.01, longest_unit(256) + 1).count(256)
     for wrong in (
         lambda: Sparse(0.5),
         lambda: KVQuant(bits=5),
@@ -376,7 +350,7 @@ def test_kvquant_fills_with_the_newest_blocks() -> None:
 def test_a_missing_calibration_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path))
     loaded = engine()
-    options: dict[str, Any] = {"max_new_tokens": 2, "stop": (), "seed": 0, "example_ids": ["0"]}
+    options: dict[str, Any] = {"max_new_tokens": [2], "stop": (), "seed": 0, "example_ids": ["0"]}
     run = (Budget("0.6"), [prompt(random_ids(200, 1))])
     with pytest.raises(ValueError, match=r"python scripts/calibrate_kvquant.py model=tiny"):
         generate(loaded, KVQuant(), *run, **options)
@@ -391,13 +365,107 @@ def test_a_missing_calibration_names_the_command(tmp_path: Path, monkeypatch: py
         KVSession(loaded, KVQuant(), NATIVE, 1)
 
 
+Tables = dict[str, Tensor]
+
+
+def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tables], Tables]:
+    """A change of one table of a calibration."""
+    return lambda tables: {**tables, name: change(tables[name])}
+
+
+def without(start: str) -> Callable[[Tables], Tables]:
+    return lambda tables: {name: table for name, table in tables.items() if not name.startswith(start)}
+
+
+def doubled(tables: Tables) -> Tables:
+    return {name: torch.cat((x, x)) if x.dim() == 2 else x for name, x in tables.items()}
+
+
+UNUSABLE = {
+    "a layer in part": (without("0.key.nuq3"), r"it lacks 0.key.nuq3"),
+    "no tables": (lambda tables: {}, r"it has no tables"),
+    "a weight": (lambda tables: {**tables, "lm_head.weight": torch.ones(2)}, r"it has lm_head.weight, which is no"),
+    "a table too many": (lambda tables: {**tables, "0.key.nuq5": torch.ones(32)}, r"it has 0.key.nuq5, which is no"),
+    "flat bounds": (
+        lambda tables: {n: x.flatten() for n, x in tables.items()},
+        r"its bounds have the shape \[48\], not heads x channels",
+    ),
+    "one layer doubled": (put("1.key.high", lambda x: torch.cat((x, x))), r"1.key.high is torch.float32 \[6, 16\]"),
+    "3 bits for 2": (
+        put("1.value.nuq2", lambda x: torch.linspace(-1, 1, 8)),
+        r"1.value.nuq2 is .* \[8\], not .* \[4\]",
+    ),
+    "half precision": (put("1.value.nuq2", Tensor.half), r"1.value.nuq2 is torch.float16 \[4\], not torch.float32"),
+    "NaN": (put("2.key.nuq4", lambda x: x * torch.nan), r"2.key.nuq4 has values that are not finite"),
+    "an infinite bound": (put("2.key.high", lambda x: x * torch.inf), r"2.key.high has values that are not finite"),
+    "descending": (put("3.value.nuq3", lambda x: x.flip(0)), r"3.value.nuq3 does not ascend"),
+    "bounds crossed": (put("3.key.low", lambda x: x + 1e6), r"3.key.low exceeds 3.key.high"),
+}
+"""Changes of a calibration of the tiny model (3 KV heads of 16 channels), and what is said of them."""
+
+
+@pytest.mark.parametrize(("change", "said"), UNUSABLE.values(), ids=UNUSABLE)
+def test_an_unusable_calibration_is_neither_loaded_nor_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tables], Tables], said: str
+) -> None:
+    """Although its file names the model and the digest of what it holds. A good one stays where it is."""
+    monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path))
+    path, wrong = codebooks().save("print", {}), Codebooks.of(change(dict(codebooks().tables)))
+    with pytest.raises(ValueError, match=f"^the calibration failed: {said}.*; try model.dtype=float32"):
+        wrong.save("print", {})
+    assert Codebooks.load("tiny", "print") == codebooks()
+    assert list(path.parent.iterdir()) == [path]
+    save_file(dict(wrong.tables), path, metadata={"fingerprint": "print", "digest": wrong.digest})
+    with pytest.raises(ValueError, match=rf"cannot be read \({said}.*\); make it with: python .* model=tiny$") as error:
+        Codebooks.load("tiny", "print")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_calibration_file_must_say_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another model, one without metadata (as older versions wrote), and one changed afterwards."""
+    monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path))
+    path, good = codebooks().save("print", {}), dict(codebooks().tables)
+    notes = {"fingerprint": "print", "digest": codebooks().digest}
+    for tables, metadata, said in (
+        (good, {**notes, "fingerprint": "other"}, "names another model, or none"),
+        (good, {"text": "prose"}, "names another model, or none"),
+        (good, None, "names another model, or none"),
+        (good, {"fingerprint": "print"}, "changed after"),
+        (doubled(good), notes, "changed after"),
+        (put("0.key.nuq2", lambda x: x / 2)(good), notes, "changed after"),
+    ):
+        save_file(tables, path, metadata=metadata)
+        with pytest.raises(ValueError, match=rf"cannot be read \(its .*{said}.*make it with: python .* model=tiny$"):
+            Codebooks.load("tiny", "print")
+    save_file(good, path, metadata=notes)
+    assert Codebooks.load("tiny", "print") == codebooks()
+
+
+def test_a_folder_in_the_way_of_a_calibration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path))
+    (Codebooks.path("print") / "below").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"print.safetensors cannot be written .*QEVICT_BENCH_CACHE"):
+        codebooks().save("print", {})
+    assert [path.name for path in (tmp_path / "kvquant").iterdir()] == ["print.safetensors"]
+
+
+def test_tables_of_another_shape_do_not_run() -> None:
+    """All layers doubled alike, as of a model with twice the heads; and a layer that was never calibrated."""
+    other = Codebooks.of(doubled(dict(codebooks().tables)))
+    assert (other.head_dim, codebooks().head_dim) == (16, 16)
+    with pytest.raises(ValueError, match=r"bounds for \[6, 16\] heads x channels, the model has \[3, 16\]; make it"):
+        session_of(KVQuant(codebooks=other), random_ids(63, 1))
+    with pytest.raises(ValueError, match=r"lacks 3.key.nuq3; make it with: python scripts/calibrate_kvquant.py"):
+        session_of(KVQuant(codebooks=Codebooks.of(without("3.")(dict(codebooks().tables)))), random_ids(63, 1))
+
+
 # ---- calibration ----
 
 
 def test_k_means_equals_its_transcription() -> None:
     generator = torch.Generator().manual_seed(1)
     values, weights = torch.randn(200, generator=generator), torch.rand(200, generator=generator) ** 4
-    found = calibration_script().codebooks(values, weights)
+    found = script("calibrate_kvquant").codebooks(values, weights)
     for bits, book in found.items():
         start = sorted(values.tolist())
         centers = [start[int((i + 0.5) / (1 << bits) * 200)] for i in range(1 << bits)]
@@ -409,17 +477,17 @@ def test_weights_draw_centroids() -> None:
     """Without weights they spread over all values; with weight on a few, they go there."""
     values = torch.linspace(-1, 1, 1001)
     heavy = torch.where((values - 0.5).abs() < 0.05, 1e6, 1.0)
-    even, drawn = (calibration_script().codebooks(values, w)[3] for w in (torch.ones(1001), heavy))
+    even, drawn = (script("calibrate_kvquant").codebooks(values, w)[3] for w in (torch.ones(1001), heavy))
     assert even.diff().max() == pytest.approx(0.25, abs=0.01)
     assert int(((drawn - 0.5).abs() < 0.05).sum()) >= 2 > int(((even - 0.5).abs() < 0.05).sum())
-    unweighted = calibration_script().codebooks(values, torch.zeros(1001))[3]
+    unweighted = script("calibrate_kvquant").codebooks(values, torch.zeros(1001))[3]
     assert torch.equal(unweighted, even)
 
 
 def test_gradients_are_those_of_the_projections() -> None:
     """What the script notes at the attention, turned back, is the output of k_proj and v_proj and its gradient."""
     ids = random_ids(40, 6)
-    sample = calibration_script().observe(engine(), ids)
+    sample = script("calibrate_kvquant").observe(engine(), ids)
     twin = copy.deepcopy(eager()).requires_grad_(True)
     seen: dict[str, Tensor] = {}
 
@@ -451,7 +519,7 @@ def test_calibration_is_reproducible_and_fits_the_model() -> None:
     """On text it has not seen, fitted centroids beat evenly spaced ones within the same bounds."""
     assert calibrate(engine()) == codebooks()
     cfg = OmegaConf.create({"text": "prose", "samples": 1, "length": 405, "seed": 1})
-    [ids] = calibration_script().texts_of(cfg, engine())
+    [ids] = script("calibrate_kvquant").texts_of(cfg, engine())
     for layer in range(4):
         low, high = codebooks().bounds(layer)
         assert bool((low < high).all())
@@ -465,7 +533,7 @@ def test_calibration_is_reproducible_and_fits_the_model() -> None:
             plain = rope.unrotate(k, torch.arange(405), layer, 405)
             for side, codec, x in (("key", key, plain), ("value", value, v)):
                 units = x[5:].unflatten(0, (-1, 16))
-                ref = tuple(param[:1].expand(len(units), -1) for param in codec.reference(units))
+                ref = tuple(param[:1].expand(len(units), -1) for param in codec.reference(x.expand(3, -1, -1)))
                 back = codec.decode(*codec.encode(units, ref), ref, torch.float32)
                 errors[side].append(float((back - units).square().mean()))
         assert errors["key"][0] < errors["key"][1]
@@ -477,7 +545,7 @@ def test_other_families_are_calibrated_and_run(kind: str) -> None:
     """Sliding layers, normed keys, a fused projection, partial rotation, one KV head, experts."""
     loaded = family(kind)
     ids = [random_ids(120, seed) for seed in (1, 2)]
-    made = calibration_script().calibrate(loaded, ids)
+    made = script("calibrate_kvquant").calibrate(loaded, ids)
     assert {int(name.split(".")[0]) for name in made.tables} == set(loaded.compressible_layers)
     for policy in (KVQuant(codebooks=made), KIVI(group=8, residual=8), ZipCache(), MiKV()):
         budget = Budget("0.7")
@@ -494,23 +562,44 @@ def test_the_script_saves_what_it_was_told(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("QEVICT_BENCH_CACHE", str(tmp_path))
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike. " * 20)
-    model = {"_target_": "qevict_bench.models.ModelSpec", "name": "tiny", "source": "tiny", "device": "cpu"}
-    cfg = OmegaConf.load(Path(__file__).parents[1] / "configs" / "calibrate_kvquant.yaml")
-    cfg = OmegaConf.merge(cfg, {"model": model, "text": str(text), "samples": 2, "length": 100})
-    said = calibration_script().run(cfg)
+    asked = asked_of(text=str(text), samples=2, length=100)
+    said = script("calibrate_kvquant").run(asked)
     made = Codebooks.load("tiny", engine().fingerprint)
     assert made.digest in said
     with safe_open(Codebooks.path(engine().fingerprint), "pt") as file:
-        assert file.metadata()["samples"] == "2"
-        assert file.metadata()["text"] == str(text)
-    for wrong, message in (
-        ({"samples": 50}, "600 tokens; 50 samples of 100 need"),
-        ({"text": str(tmp_path / "none")}, "cannot be read"),
-        ({"length": 20}, "at least 1 sample"),
-        ({"samples": 0}, "at least 1 sample"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            calibration_script().run(OmegaConf.merge(cfg, wrong))
+        notes = file.metadata()
+    assert (notes["samples"], notes["text"]) == ("2", str(text))
+    assert (notes["fingerprint"], notes["digest"]) == (engine().fingerprint, made.digest)
+    with pytest.raises(ValueError, match="600 tokens; 50 samples of 100 need"):
+        script("calibrate_kvquant").run(replace(asked, samples=50))
+    assert Codebooks.load("tiny", engine().fingerprint) == made
+
+
+def asked_of(**fields: Any) -> Any:
+    """The script's settings for the tiny model: those of its yaml, but for `fields`."""
+    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[1] / "configs" / "calibrate_kvquant.yaml"))
+    assert isinstance(values, dict)
+    values = {name: value for name, value in values.items() if name not in ("defaults", "hydra")}
+    return script("calibrate_kvquant").Calibration(ModelSpec("tiny", "tiny", device="cpu"), **{**values, **fields})
+
+
+def test_the_script_takes_a_text_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set in memory in its place; a row without text adds nothing."""
+    rows = datasets.Dataset.from_dict({"id": [1, 2, 3], "body": ["abc" * 40, None, "xyz" * 40]})
+    calls = []
+
+    def load_dataset(name: str, config: str, split: str) -> datasets.Dataset:
+        calls.append((name, config, split))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    asked = asked_of(text="hub", hub_id="owner/name", hub_field="body", samples=2, length=101)
+    one, two = script("calibrate_kvquant").texts_of(asked, engine())
+    assert bytes(one[1:] + two[1:]) == b"abc" * 40 + b"xyz" * 26 + b"xy"
+    assert calls == [("owner/name", "default", "train")]
+    for wrong in ("text", "id"):
+        with pytest.raises(ValueError, match=f"^hub_field={wrong} is no text field of owner/name; choose one of body$"):
+            script("calibrate_kvquant").texts_of(replace(asked, hub_field=wrong), engine())
 
 
 def test_a_run_is_named_by_its_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

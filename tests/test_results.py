@@ -25,19 +25,8 @@ from methods.qevict import QEvict
 from methods.snapkv import SnapKV
 from qevict_bench.closing import render
 from qevict_bench.environment import ENGINE, READ_ROWS, Environment, _git, code_files, code_hash, hash_of
-from qevict_bench.results import (
-    SHARES,
-    SIZES,
-    Damaged,
-    Different,
-    Row,
-    RunFailed,
-    check_row,
-    open_run,
-    read_rows,
-    run_id,
-    write_atomic,
-)
+from qevict_bench.results import Damaged, Different, RunFailed, open_run, read_rows, run_id, write_atomic
+from qevict_bench.rows import SHARES, SIZES, Row, check_row
 from qevict_bench.standing import known_sizes
 from qevict_bench.summary import Facts, summarize
 
@@ -58,6 +47,9 @@ ROW = Row(
     small_budget="clamp",
     batch_size=1,
     protocol="query_aware",
+    mode="reset",
+    answer_prefix_at="in_prompt",
+    instruction_at="context",
     first_token="compressed",
     prompt_source="own",
     device="cpu",

@@ -275,6 +275,7 @@ def test_local_rows(tmp_path: Path) -> None:
         128,
         ((16, 18),),
         data_source="official",
+        instruction_chars=-1,
     )
     assert (second.id, second.answer_spans) == ("niah_single_1-0001", ((8, 14), (16, 18)))
     assert list(_read(tmp_path, "niah_single_1", limit=1)) == [first]

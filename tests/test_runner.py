@@ -21,7 +21,6 @@ from omegaconf import DictConfig
 from test_leases import plant
 
 from qevict_bench import closing, runner
-from qevict_bench.jobs import Engine
 from qevict_bench.results import RunFailed, open_run, read_rows
 from qevict_bench.summary import Summary
 from qevict_bench.task import Example
@@ -309,13 +308,13 @@ def test_what_is_wrong_with_one_example_leaves_its_batch_alone(
 def test_an_exception_of_the_engine_marks_whom_it_ran_together_and_says_so(
     run: Callable[..., Summary], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block is split where max_new_tokens changes; only the part that failed is marked, and runs again whole."""
+    """The whole block is marked, and runs again whole."""
     options = {"batch_size": 4, "task__new_tokens": [8, 8, 4, 4]}
     monkeypatch.setenv("FAKE_RUNTIMEERROR", "easy-0001")
     summary = run(**options)
     found = statuses(tmp_path / summary.run_id)
-    assert [name for name, status in found.items() if status == "error"] == ["easy-0000", "easy-0001"]
-    assert summary.problem == "RuntimeError: easy-0001 went wrong (batch easy-0000 .. easy-0001)"
+    assert [name for name, status in found.items() if status == "error"] == [f"easy-000{i}" for i in range(4)]
+    assert summary.problem == "RuntimeError: easy-0001 went wrong (batch easy-0000 .. easy-0003)"
     monkeypatch.delenv("FAKE_RUNTIMEERROR")
     assert run(**options).num_examples == 8
 
@@ -527,7 +526,7 @@ def test_half_a_surrogate_pair_in_examples_and_answers_sticks_no_run(tmp_path: P
         ]
 
     cfg = fakes.config(tmp_path, task={**AWKWARD, "odd": "surrogates"})
-    engine = Engine(generate, fakes.ENGINE.geometry_of)
+    engine = replace(fakes.ENGINE, generate=generate)
     summary = runner.run(cfg, engine)
     assert (summary.num_examples, summary.num_errors) == (8, 0)
     row = rows_of(tmp_path / summary.run_id)[0]
@@ -551,7 +550,7 @@ def test_an_answer_that_no_row_can_hold_marks_its_example(tmp_path: Path, change
         hit = options["example_ids"] == ["easy-0001"] and policy.strength
         return [fakes.FakeGeneration(**{**vars(made), **(change if hit else {})}) for made in found]
 
-    summary = runner.run(fakes.config(tmp_path), Engine(generate, fakes.ENGINE.geometry_of))
+    summary = runner.run(fakes.config(tmp_path), replace(fakes.ENGINE, generate=generate))
     assert (summary.num_examples, summary.num_errors) == (7, 1)
     assert error in summary.problem
     assert statuses(tmp_path / summary.run_id)["easy-0001"] == "error"
@@ -744,7 +743,7 @@ def test_the_report_marks_subsets_on_which_the_reference_fails(tmp_path: Path) -
         hard = options["example_ids"][0].startswith("hard")
         return [fakes.FakeGeneration(**{**vars(g), "text": "no"}) if hard else g for g in made]
 
-    summary = runner.run(cfg, Engine(generate, fakes.ENGINE.geometry_of))
+    summary = runner.run(cfg, replace(fakes.ENGINE, generate=generate))
     text = closing.render(summary)
     hard = next(line for line in text.splitlines() if line.startswith("hard"))
     assert hard.endswith("floor")
@@ -753,3 +752,23 @@ def test_the_report_marks_subsets_on_which_the_reference_fails(tmp_path: Path) -
     assert summary.overall is not None
     assert summary.overall.reference == 50.0
     assert "macro, not at floor" in text
+
+
+def test_fidelity_is_measured_where_it_is_asked_for(run: Callable[..., Summary], tmp_path: Path) -> None:
+    """It is part of the run id, needs no second reference run, and measures FullKV too, as itself."""
+    without, measured = run(), run(metrics__fidelity=True)
+    assert without.run_id != measured.run_id
+    assert without.facts.reference_id == measured.facts.reference_id
+    assert {row["fidelity"] for row in rows_of(tmp_path / without.run_id)} == {None}
+    rows = rows_of(tmp_path / measured.run_id)
+    assert {row["fidelity"]["gold.kl"] for row in rows} == {len("easy-0000") / 100}
+    assert measured.fidelity["gold.kl"].value == pytest.approx(0.09)
+    assert "KL 0.0900 [0.0900, 0.0900]" in " ".join(closing.render(measured).split())
+    full = run(metrics__fidelity=True, method={"name": "full_kv", "_target_": "fakes.FakePolicy", "strength": 0})
+    assert full.fidelity["gold.kl"].value == 0.0
+    assert full.run_id != full.facts.reference_id
+
+
+def test_a_growing_cache_has_no_fidelity(run: Callable[..., Summary]) -> None:
+    with pytest.raises(ValueError, match=r"metrics.fidelity=true: .*use protocol.mode=reset"):
+        run(metrics__fidelity=True, protocol__name="multi_query", protocol__mode="continue")

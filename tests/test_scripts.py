@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from script_modules import script
 
 ROOT = Path(__file__).parents[1]
 BENCH = [
@@ -30,18 +30,6 @@ BENCH = [
     "256",
 ]
 BENCH += ["--new-b", "10", "--event-slots", "2048", "--events", "3", "--prompt-d", "600"]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import naive
@@ -14,42 +13,18 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_models import family, kept, random_ids, watched
+from tiny_models import attentions, eager, engine, family, kept, random_ids, watched
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from methods.full_kv import FullKV
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
-from qevict_bench import attention
 from qevict_bench.budget import Budget, Geometry, Infeasible
-from qevict_bench.models import LoadedModel, ModelSpec
 from qevict_bench.policy import EVICTED, FULL, LayerView, Placement
 from qevict_bench.selection import Split, capacities, clamp_protected, fit_split, rank
 from qevict_bench.session import KVSession, geometry_of
 
 MIB = 1 << 20
-
-
-@cache
-def engine() -> LoadedModel:
-    """4 layers, 3 KV heads of 2 query heads each, head dim 16, fp32."""
-    return ModelSpec("tiny", "tiny", device="cpu").load(attention.register())
-
-
-@cache
-def eager() -> PreTrainedModel:
-    """The same weights under the eager attention of transformers."""
-    return ModelSpec("tiny", "tiny", device="cpu").load("eager").model
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models are faster on one, and far faster where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -290,14 +265,6 @@ def test_hopeless_budgets_are_infeasible_not_exceeded(spec: str, policy: Any) ->
 # ---- SnapKV ----
 
 
-@cache
-def attentions(length: int, seed: int) -> list[list[list[list[float]]]]:
-    """Attention [layer][query head][query][position] of a random prompt, by transformers' eager attention."""
-    with torch.inference_mode():
-        out = eager()(torch.tensor([random_ids(length, seed)]), output_attentions=True)
-    return [layer[0].tolist() for layer in out.attentions]
-
-
 def positions(session: KVSession, row: int = 0) -> list[list[set[int]]]:
     """Positions below seq_len that every layer and head keeps."""
     seen = session.seq_len[row]
@@ -368,15 +335,15 @@ def test_snapkv_reselects_by_votes_and_decoded_attention(reselect: str, reduce: 
     class Spy(SnapKV):
         def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:
             super().observe(view, mass_BHGPU, rows_BP)
-            if int(rows_BP.min()) < min(lengths) or mass_BHGPU.shape[3] > 1:
-                return
-            for row in range(len(mass_BHGPU)):
-                named = lengths.index(int(rows_BP[row, 0]) - decoded)
+            for row, rows in enumerate(rows_BP.tolist()):
+                if rows[0] < int(view.prompt_len_B[row]):
+                    continue
+                named = lengths.index(int(view.prompt_len_B[row]))
                 for head in range(3):
                     sums = added.setdefault((view.layer_idx, named, head), {})
                     for u, position in enumerate(view.pos_BHU[row, head].tolist()):
                         if position >= 0:
-                            mass = mass_BHGPU[row, head, :, 0, u].tolist()
+                            mass = mass_BHGPU[row, head, :, :, u].sum(dim=1).tolist()
                             sums[position] = [a + b for a, b in zip(sums.get(position, [0.0, 0.0]), mass, strict=True)]
 
     policy = Spy(window=window, kernel=3, group_reduce=reduce, reselect_score=reselect)

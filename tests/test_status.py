@@ -13,8 +13,8 @@ from pathlib import Path
 
 import fakes
 import pytest
+from script_modules import script
 from test_leases import dead_pid, plant
-from test_scripts import script
 
 from qevict_bench import leases, runner
 from qevict_bench.results import RunFailed, open_run, read_rows

@@ -9,7 +9,7 @@ import pytest
 from rows import FACTS, FULL, row, rows
 
 from qevict_bench import closing
-from qevict_bench.results import Row
+from qevict_bench.rows import Row
 from qevict_bench.summary import Summary, summarize
 
 NAMES = [

@@ -109,3 +109,79 @@ def test_errors_name_the_remedy() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
     with pytest.raises(ValueError, match="'x-0000'.*chat=false"):
         Prompter(tokenizer, chat=True).encode(_EXAMPLE)
+
+
+# ---- answer prefix, instruction, shots ----
+
+
+@_TOKENIZERS
+@_CHAT
+def test_prefix_tokens_are_the_end_of_the_prompt(make: Any, chat: bool) -> None:
+    tokenizer = make()
+    prompt = Prompter(tokenizer, chat).encode(_EXAMPLE)
+    end = tokenizer.decode(prompt.ids[len(prompt.ids) - prompt.prefix_tokens :])
+    assert "The code:".endswith(end)
+    assert len("The code:") - len(end) < 3  # a token may cross the border
+    bare = Prompter(tokenizer, chat).encode(dataclasses.replace(_EXAMPLE, answer_prefix=""))
+    assert bare.prefix_tokens == 0
+
+
+@_TOKENIZERS
+@_CHAT
+def test_the_instruction_moves_behind_the_context(make: Any, chat: bool) -> None:
+    tokenizer, words = make(), "Read the text.\n\n"
+    spans = tuple((start + len(words), stop + len(words)) for start, stop in _SPANS)
+    example = dataclasses.replace(_EXAMPLE, context=words + _CONTEXT, answer_spans=spans, instruction_chars=len(words))
+    at_head, moved = (Prompter(tokenizer, chat, where).encode(example) for where in ("context", "question"))
+    plain = Prompter(tokenizer, chat).encode(dataclasses.replace(_EXAMPLE, question=words + _EXAMPLE.question))
+    assert moved == plain
+    assert words.strip() in tokenizer.decode(at_head.ids[: at_head.context_tokens])
+    assert words.strip() not in tokenizer.decode(moved.ids[: moved.context_tokens])
+    unknown = dataclasses.replace(example, instruction_chars=-1)
+    assert Prompter(tokenizer, chat).encode(unknown) == at_head
+    with pytest.raises(ValueError, match="of x-0000 does not say .*instruction_at=context"):
+        Prompter(tokenizer, chat, "question").encode(unknown)
+
+
+def test_shots_are_turns_of_a_chat_or_text_before_the_context() -> None:
+    shots = (("Q: 1+1\nA:", " 2\n\n"), ("Q: 2+2\nA:", " 4\n\n"))
+    example = Example("x-0001", "x", "", "Q: 3+3\nA:", "", ("6",), 8, (), shots=shots)
+    plain, chat = (Prompter(byte_tokenizer(), chat).encode(example) for chat in (False, True))
+    text = byte_tokenizer().decode(plain.ids)
+    assert text == "<s>Q: 1+1\nA: 2\n\nQ: 2+2\nA: 4\n\nQ: 3+3\nA:"
+    assert byte_tokenizer().decode(plain.ids[: plain.context_tokens]).endswith("A: 4\n\n")
+    text = byte_tokenizer().decode(chat.ids)
+    turns = "".join(
+        f"<|start|>{role}\n{said}<|end|>\n"
+        for role, said in (
+            ("user", "Q: 1+1\nA:"),
+            ("assistant", "2"),
+            ("user", "Q: 2+2\nA:"),
+            ("assistant", "4"),
+            ("user", "Q: 3+3\nA:"),
+        )
+    )
+    assert text == f"<s>{turns}<|start|>assistant\n"
+    assert byte_tokenizer().decode(chat.ids[: chat.context_tokens]).endswith("<|start|>user\n")
+
+
+def test_texts_that_spell_special_tokens_are_refused() -> None:
+    for field in ("context", "question", "answer_prefix"):
+        wrong = dataclasses.replace(_EXAMPLE, **{field: "one <|end|> two"}, answer_spans=())
+        with pytest.raises(ValueError, match=r"x-0000 spells the special token <\|end\|>"):
+            Prompter(byte_tokenizer(), True).encode(wrong)
+
+
+def test_tokens_that_differ_where_the_parts_meet_are_counted() -> None:
+    """Bytes never merge; a tokenizer with the word "tion" does so across a border in "act|ion" or "act|ions"."""
+    assert Prompter(byte_tokenizer(), False).encode(_EXAMPLE).boundary_tokens == 0
+    prompter = Prompter(merging_tokenizer(), False)
+    context, rest = "The code of old-", "mill is what?"
+    example = Example("x-0002", "x", context, rest, "", ("6",), 8, ())
+    whole = prompter.encode(example)
+    ids = [prompter.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (context, rest)]
+    apart = [prompter.tokenizer.bos_token_id, *ids[0], *ids[1]]
+    assert (whole.boundary_tokens == 0) == (list(whole.ids) == apart)
+    assert whole.boundary_tokens <= 3
+    far = Example("x-0003", "x", context[:-6], context[-6:] + rest, "", ("6",), 8, ())
+    assert list(prompter.encode(far).ids) == list(whole.ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from transformers import (
 
 from qevict_bench import attention
 from qevict_bench.codecs import PerChannel, PerToken, Tier
-from qevict_bench.models import LoadedModel, compressible_layers
+from qevict_bench.models import LoadedModel, ModelSpec, compressible_layers
 from qevict_bench.policy import EVICTED, FULL, FULL_TIER, Allowance, Cadence, KVPolicy, LayerView, Placement
 from qevict_bench.session import KVSession
 from qevict_bench.task import Prompt
@@ -129,6 +130,26 @@ def around(model: PreTrainedModel, name: str, eos_ids: tuple[int, ...] = ()) -> 
 
 
 @cache
+def engine() -> LoadedModel:
+    """model=tiny: 4 layers, 3 KV heads of 2 query heads each, head dim 16, fp32."""
+    return ModelSpec("tiny", "tiny", device="cpu").load(attention.register())
+
+
+@cache
+def eager() -> PreTrainedModel:
+    """The same weights under the eager attention of transformers."""
+    return ModelSpec("tiny", "tiny", device="cpu").load("eager").model
+
+
+@cache
+def attentions(length: int, seed: int) -> list[list[list[list[float]]]]:
+    """Attention [layer][query head][query][position] of a random text, by transformers' eager attention."""
+    with torch.inference_mode():
+        out = eager()(torch.tensor([random_ids(length, seed)]), output_attentions=True)
+    return [layer[0].tolist() for layer in out.attentions]
+
+
+@cache
 def reference(kind: str) -> PreTrainedModel:
     """The same weights under the sdpa attention of transformers."""
     return sdpa_copy(family(kind).model)
@@ -208,7 +229,7 @@ def watched(policy: P) -> tuple[P, Counter[str], list[Event]]:
                 events.append(Event(view.layer_idx, seen, view.pos_BHU.clone(), view.end_BHU.clone(), tier, cost))
             return placements
 
-    fields = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
+    fields = {name: getattr(policy, name) for name in (field.name for field in dataclasses.fields(policy))}
     return Watched(**fields), calls, events  # type: ignore[return-value]
 
 

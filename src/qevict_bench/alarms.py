@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from qevict_bench.comparison import CEILING, FLOOR, Comparisons, Pair, shown_p
-from qevict_bench.results import Row
+from qevict_bench.rows import Row
 from qevict_bench.statistics import ALPHA
 
 NAMED = 6

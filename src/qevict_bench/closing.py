@@ -25,7 +25,8 @@ _MIB = 2**20
 
 def render(summary: Summary) -> str:
     """The whole report; its last line is `last_line(summary)`."""
-    parts = (_title(summary), _scores(summary), _memory(summary), _routing(summary), _alarms(summary), _notes(summary))
+    sections = (_title, _scores, _memory, _routing, _fidelity, _alarms, _notes)
+    parts = [section(summary) for section in sections]
     return "\n\n".join("\n".join(lines) for lines in (*parts, [last_line(summary)]) if lines)
 
 
@@ -136,6 +137,28 @@ def _routing(summary: Summary) -> list[str]:
             f"Speed on {summary.device}: {timings.ttft_s + timings.decode_s:.2f} s per example (first token "
             f"{timings.ttft_s:.2f}), {timings.slowdown:.2f} x FullKV's {timings.reference_s:.2f} s"
         )
+    return lines
+
+
+def _fidelity(summary: Summary) -> list[str]:
+    found = summary.fidelity
+    if not found:
+        return []
+    lines = ["Beside FullKV's next-token distributions, the same text fed to both (KL in nats, tokens 2 to N)"]
+    for stream, text in (("gold", "gold text"), ("full_kv", "FullKV's own answer")):
+        parts = [
+            f"{name} {found[key].value:.4f} [{found[key].low:.4f}, {found[key].high:.4f}]"
+            for name, key in (("KL", f"{stream}.kl"), ("NLL change", f"{stream}.nll_change"))
+            if key in found
+        ]
+        shares = [
+            f"{name} {100 * found[key].value:.1f} %"
+            for name, key in (("same top token", f"{stream}.agreement"), ("loops", f"{stream}.looping"))
+            if key in found and (name != "loops" or found[key].value)
+        ]
+        if parts:
+            first = f"first token KL {found[f'{stream}.kl_first'].value:.4f}"
+            lines += _wrapped(f"{text}: {', '.join([*parts, *shares])}; {first}")
     return lines
 
 

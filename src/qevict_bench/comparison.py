@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from qevict_bench.results import Row
+from qevict_bench.rows import Row
 from qevict_bench.statistics import (
     ALPHA,
     Bootstrap,

@@ -1,24 +1,27 @@
 """Greedy generation under a policy and a budget: the one call the runner makes.
 
-Prompts whose fitted policies agree share a batch; every row is what it would be alone.
+Prompts whose fitted policies and numbers of steps agree share a batch; every row is what it would be alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qevict_bench.budget import Budget
 from qevict_bench.models import LoadedModel
 from qevict_bench.policy import EVICTED, KVPolicy
-from qevict_bench.session import KVSession, RowTrace, geometry_of
+from qevict_bench.protocol import Protocol, Steps, lengths
+from qevict_bench.session import KVSession, geometry_of
 from qevict_bench.task import Prompt
+from qevict_bench.trace import RowTrace
 
-FIRST_TOKEN = ("compressed", "full")
+QUERY_AWARE = Protocol()
 
 
 @dataclass(frozen=True)
@@ -54,63 +57,94 @@ def generate(
     budget: Budget,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Sequence[int],
     stop: tuple[str, ...],
-    first_token: str = "compressed",
+    protocol: Protocol = QUERY_AWARE,
     seed: int,
     example_ids: Sequence[str],
     prefill_chunk: int = 1024,
     working_copy: bool = True,
 ) -> list[Generation]:
-    """Greedy continuation of every prompt, at most `max_new_tokens` tokens, ended by the model's EOS or a stop string.
+    """Greedy continuation of every prompt alone, at most its `max_new_tokens`, ended by the model's EOS or a stop
+    string. The protocol says where prompts are cut and compressed.
 
-    first_token `compressed` runs all but the last prompt token, routes, then runs that token, so that no answer token
-    ever saw the full cache; `full` runs the whole prompt first, as most official code does.
-    Raises BudgetExceeded, Infeasible, or ValueError for prompts longer than the model's context.
+    Raises BudgetExceeded, Infeasible, or ValueError for prompts that are longer than the model's context or cannot be
+    cut.
     """
-    if first_token not in FIRST_TOKEN:
-        raise ValueError(f"first_token={first_token!r} is unknown; choose {' or '.join(FIRST_TOKEN)}")
-    geometry, policy = geometry_of(loaded), policy.prepare(loaded.name, loaded.fingerprint)
-    batches: dict[KVPolicy, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        if len(prompt.ids) < 2 or len(prompt.ids) + max_new_tokens > loaded.max_context:
-            raise ValueError(
-                f"prompt {example_ids[i]} has {len(prompt.ids)} tokens; with {max_new_tokens} new ones it must fit "
-                f"2..{loaded.max_context}: use a shorter context_length or another model"
-            )
-        before = len(prompt.ids) - (first_token == "compressed")
-        batches.setdefault(policy.fit(budget, geometry, before, max_new_tokens), []).append(i)
+    policy.admit(budget)
+    policy = policy.prepare(loaded.name, loaded.fingerprint)
+    steps = [protocol.steps(prompt) for prompt in prompts]
+    batches: dict[tuple[KVPolicy, int], list[int]] = {}
+    for i, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+        check_length(loaded, example_ids[i], len(prompt.ids), new)
+        fitted = policy.fit(budget, geometry_of(loaded), *lengths(steps[i], new))
+        batches.setdefault((fitted, len(steps[i])), []).append(i)
     done: dict[int, Generation] = {}
-    for fitted, members in batches.items():
+    for (fitted, _), members in batches.items():
         session = KVSession(
             loaded,
             fitted,
             budget,
             len(members),
-            max_new=max_new_tokens,
+            max_new=[lengths(steps[i], max_new_tokens[i])[1] for i in members],
             seeds=[f"{seed}/{example_ids[i]}" for i in members],
             working_copy=working_copy,
         )
-        batch = _run(session, [prompts[i] for i in members], max_new_tokens, stop, first_token, prefill_chunk)
-        done.update(zip(members, batch, strict=True))
+        begin = time.perf_counter()
+        logits = read(session, [steps[i] for i in members], protocol.first_token, prefill_chunk)
+        asked = {row: Asked(prompts[i], max_new_tokens[i]) for row, i in enumerate(members)}
+        done.update(zip(members, answer(session, logits, asked, stop, begin), strict=True))
     return [done[i] for i in range(len(prompts))]
 
 
-def _run(
-    session: KVSession, prompts: list[Prompt], max_new: int, stop: tuple[str, ...], first_token: str, chunk: int
+class Asked(NamedTuple):
+    """What one row of a session was asked, and how many tokens its answer may have."""
+
+    prompt: Prompt
+    max_new: int
+
+
+def check_length(loaded: LoadedModel, name: str, num_tokens: int, max_new: int) -> None:
+    """Raise ValueError unless a prompt and its answer fit the model's context."""
+    if num_tokens < 2 or num_tokens + max_new > loaded.max_context:
+        raise ValueError(
+            f"prompt {name} has {num_tokens} tokens; with {max_new} new ones it must fit 2..{loaded.max_context}: use "
+            "a shorter context_length or another model"
+        )
+
+
+def read(session: KVSession, steps: Sequence[Steps], first_token: str, chunk: int, later: bool = False) -> Tensor:
+    """Feed the active rows their steps (token ids), as many for each; logits [B, V] of the last token of each.
+
+    The first step is the prefill unless these are `later` turns. With first_token=compressed the last step is one token
+    and is decoded; any other ends with a routing event.
+    """
+    num, logits = len(steps[session.active[0]]), torch.empty(0)
+    for index in range(num):
+        parts = [row[index] if row else () for row in steps]
+        if index == 0 and not later:
+            logits = session.prefill(parts, chunk)
+        elif index == num - 1 and first_token == "compressed":
+            logits = session.decode([part[0] if part else 0 for part in parts])
+        else:
+            logits = session.append(parts, chunk)
+    return logits
+
+
+def answer(
+    session: KVSession, logits: Tensor, asked: Mapping[int, Asked], stop: tuple[str, ...], begin: float
 ) -> list[Generation]:
-    loaded, begin = session.loaded, time.perf_counter()
-    if first_token == "compressed":
-        session.prefill([prompt.ids[:-1] for prompt in prompts], chunk)
-        logits = session.decode([prompt.ids[-1] for prompt in prompts])
-    else:
-        logits = session.prefill([prompt.ids for prompt in prompts], chunk)
+    """Greedy answers of the active rows after `logits` [B, V], which a turn begun at `begin` (perf_counter) gave.
+
+    Rows end frozen, at the model's EOS, a stop string, or their limit.
+    """
+    loaded, rows = session.loaded, list(session.active)
     tokens = logits.argmax(dim=-1).tolist()
     ttft = time.perf_counter() - begin
-    fates = [_needle_fate(session, row, prompt.answer_positions) for row, prompt in enumerate(prompts)]
-    new_ids: list[list[int]] = [[] for _ in prompts]
-    texts, stops = [""] * len(prompts), ["length"] * len(prompts)
-    for step in range(max_new):
+    fates = {row: _needle_fate(session, row, asked[row].prompt.answer_positions) for row in rows}
+    new_ids: dict[int, list[int]] = {row: [] for row in rows}
+    texts, stops = dict.fromkeys(rows, ""), dict.fromkeys(rows, "length")
+    while True:
         for row in list(session.active):
             if tokens[row] in loaded.eos_ids:
                 stops[row] = "eos"
@@ -118,16 +152,15 @@ def _run(
                 new_ids[row].append(tokens[row])
                 texts[row], cut = _text(loaded, new_ids[row], stop)
                 stops[row] = "stop_string" if cut else "length"
-            if stops[row] != "length":
+            if stops[row] != "length" or len(new_ids[row]) >= asked[row].max_new:
                 session.freeze(row)
-        if not session.active or step == max_new - 1:
+        if not session.active:
             break
         tokens = session.decode(tokens).argmax(dim=-1).tolist()
-    decode_s = time.perf_counter() - begin - ttft
-    ttft, decode_s = ttft / len(prompts), decode_s / len(prompts)
+    decode_s = (time.perf_counter() - begin - ttft) / len(rows)
     return [
-        _generation(session, row, tuple(new_ids[row]), texts[row], stops[row], fates[row], ttft, decode_s)
-        for row in range(len(prompts))
+        _generation(session, row, tuple(new_ids[row]), texts[row], stops[row], fates[row], ttft / len(rows), decode_s)
+        for row in rows
     ]
 
 

@@ -1,7 +1,8 @@
 """Carrying out runs: examples in, rows out. Knows neither configuration files nor a method or task by name.
 
-Examples run in fixed blocks of `batch_size` consecutive ones of a subset, so neither `limit` nor what is already done
-changes with whom an example shares its batch. A block that `limit` cuts runs whole; the extra rows are kept for later.
+Examples run in fixed blocks of `batch_size` consecutive ones of a subset (conversations, with multi_query), so neither
+`limit` nor what is already done changes with whom an example shares its batch. A block that `limit` cuts runs whole;
+the extra rows are kept for later.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from qevict_bench.budget import Budget, BudgetExceeded, Geometry, Infeasible
-from qevict_bench.environment import Environment
-from qevict_bench.policy import KVPolicy
-from qevict_bench.results import Damaged, Row, RunFailed, RunFolder, check_row
+from qevict_bench.asking import Asking, Engine, Job, Ready, conversation
+from qevict_bench.budget import BudgetExceeded, Geometry, Infeasible
+from qevict_bench.protocol import Protocol, lengths
+from qevict_bench.results import Damaged, RunFailed, RunFolder
+from qevict_bench.rows import Row, check_row
 from qevict_bench.settings import Settings, naming
 from qevict_bench.standing import known_sizes
 from qevict_bench.task import Example, Prompt, Prompter, Task
@@ -28,51 +29,29 @@ if TYPE_CHECKING:
     from qevict_bench.engine import Generation
     from qevict_bench.models import LoadedModel
 
-Generate = Callable[..., Sequence["Generation"]]
-"""Signature of engine.generate."""
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Signature of progress.counting."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run: a method under a budget. `row` holds what all its rows share; `config` is the text of config.yaml."""
-
-    policy: KVPolicy
-    budget: Budget
-    row: Row
-    config: str
-    environment: Environment
-
-    @property
-    def run_id(self) -> str:
-        return self.row.run_id
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The functions of the engine that runs call: engine.generate, session.geometry_of. Tests put in others."""
-
-    generate: Generate
-    geometry_of: Callable[[LoadedModel], Geometry]
-
-
 class Bench:
     """A model and a task, ready to complete runs; the model is loaded when the first example needs it."""
 
-    def __init__(self, settings: Settings, task: Task, spec: Any, engine: Engine | None):
-        self._settings, self._task, self._spec, self._custom_engine = settings, task, spec, engine
+    def __init__(self, settings: Settings, protocol: Protocol, task: Task, spec: Any, engine: Engine | None):
+        self._settings, self._protocol, self._task, self._spec = settings, protocol, task, spec
+        self._custom_engine = engine
 
     @cached_property
     def _engine(self) -> Engine:
         if self._custom_engine is not None:
             return self._custom_engine
-        from qevict_bench.engine import generate  # seconds of imports that a finished run does not need
+        from qevict_bench.conversation import converse  # seconds of imports that a finished run does not need
+        from qevict_bench.engine import generate
+        from qevict_bench.fidelity import measure
         from qevict_bench.session import geometry_of
 
-        return Engine(generate, geometry_of)
+        return Engine(generate, converse, measure, geometry_of)
 
     @cached_property
     def _loaded(self) -> LoadedModel:
@@ -83,6 +62,10 @@ class Bench:
             attention = {"attn_implementation": register()}
         loaded: LoadedModel = self._spec.load(**attention)
         return loaded
+
+    @cached_property
+    def _asking(self) -> Asking:
+        return Asking(self._engine, self._loaded, self._settings, self._protocol, self._task)
 
     @cached_property
     def _geometry(self) -> Geometry:
@@ -125,7 +108,7 @@ class Bench:
             return available
         label = f"{job.row.method} {job.run_id}"
         log.info("%s: %d of %d examples to run", label, len(missing), len(wanted))
-        prompter = Prompter(self._loaded.tokenizer, self._loaded.chat)
+        prompter = Prompter(self._loaded.tokenizer, self._loaded.chat, self._protocol.instruction_at)
         ids = {row.place: row.example_id for row in folder.rows.values()}
         seen = dict.fromkeys(self._task.subsets, 0)
         problems: Counter[str] = Counter()
@@ -149,7 +132,7 @@ class Bench:
 
     def _blocks(self, prompter: Prompter) -> Iterator[tuple[int, list[Example]]]:
         """Blocks with the index of their first example in its subset."""
-        size = self._settings.batch_size
+        size = self._settings.batch_size * (self._task.turns if self._protocol.conversing else 1)
         whole_blocks = -(-self._settings.limit // size) * size
         subset, start, block = "", 0, list[Example]()
         for example in self._examples(prompter, whole_blocks):
@@ -198,36 +181,24 @@ class Bench:
         What is wrong with one prompt or answer marks that example; an exception of the engine marks all whom it ran
         together.
         """
-        rows, ready, exceeded = [], [], ""
+        rows, ready, exceeded = [], list[Ready](), ""
         for offset, example in enumerate(block):
             row, prompt = self._prepare(job, prompter, start + offset, example)
             if prompt is None:
                 rows.append(row)
             else:
-                ready.append((row, example, prompt))
-        for max_new_tokens, group in groupby(ready, key=lambda item: item[1].max_new_tokens):
-            members = list(group)
-            try:
-                generations = self._engine.generate(
-                    self._loaded,
-                    job.policy,
-                    job.budget,
-                    [prompt for _, _, prompt in members],
-                    max_new_tokens=max_new_tokens,
-                    stop=self._task.stop,
-                    first_token=self._settings.first_token,
-                    seed=self._settings.seed,
-                    example_ids=[example.id for _, example, _ in members],
-                )
-            except Exception as error:  # the run goes on without these examples
-                whom = f" (batch {members[0][1].id} .. {members[-1][1].id})" if len(members) > 1 else ""
-                rows += [_problem(row, error, whom) for row, _, _ in members]
-                if isinstance(error, BudgetExceeded):
-                    exceeded = rows[-1].error
-                    break
-            else:
-                found = zip(members, generations, strict=True)
-                rows += [self._answer(row, example, generation) for (row, example, _), generation in found]
+                ready.append(Ready(row, example, prompt))
+        if self._protocol.mode == "continue":
+            rows, ready = self._whole_conversations(rows, ready)
+        try:
+            generations = self._asking.generations(job, prompter, ready) if ready else []
+            measured = self._asking.fidelity(job, prompter, ready) if ready else []
+        except Exception as error:  # the run goes on without these examples
+            whom = f" (batch {ready[0].example.id} .. {ready[-1].example.id})" if len(ready) > 1 else ""
+            rows += [_problem(member.row, error, whom) for member in ready]
+            exceeded = rows[-1].error if isinstance(error, BudgetExceeded) else ""
+        else:
+            rows += [self._answer(*found) for found in zip(ready, generations, measured, strict=True)]
         for row in sorted(rows, key=lambda row: row.index):
             known = folder.rows.get(row.example_id)
             if known is None or not known.done:
@@ -236,9 +207,19 @@ class Bench:
         if exceeded:
             raise RunFailed(exceeded)
 
+    def _whole_conversations(self, rows: list[Row], ready: list[Ready]) -> tuple[list[Row], list[Ready]]:
+        """Without the turns of conversations in which another turn cannot run; their rows name that turn."""
+        broken = {conversation(row, self._task): row for row in reversed(rows)}
+        left = [member for member in ready if conversation(member.row, self._task) not in broken]
+        for member in ready:
+            if cause := broken.get(conversation(member.row, self._task)):
+                error = f"turn {cause.turn} of its conversation cannot run: {cause.error}"
+                rows = [*rows, replace(member.row, status=cause.status, error=error)]
+        return rows, left
+
     def _prepare(self, job: Job, prompter: Prompter, index: int, example: Example) -> tuple[Row, Prompt | None]:
         """The labelled row of an example, and its prompt; without one the row is final and says why it cannot run."""
-        row = replace(job.row, subset=example.subset, example_id=example.id, index=index)
+        row = replace(job.row, subset=example.subset, example_id=example.id, index=index, turn=index % self._task.turns)
         try:
             labelled = replace(row, group=example.group, data_source=example.data_source, answers=example.answers)
             check_row(labelled)
@@ -251,6 +232,7 @@ class Bench:
                 prompt_tokens=num_tokens,
                 truncated_tokens=prompt.truncated_tokens,
                 overflow_tokens=max(0, total - nominal) if nominal else 0,
+                boundary_tokens=prompt.boundary_tokens,
             )
             if total > self._loaded.max_context:
                 raise Infeasible(
@@ -260,13 +242,14 @@ class Bench:
                 )
             if num_tokens < 2:
                 raise ValueError(f"its prompt has {num_tokens} tokens; at least 2 are needed")
-            before = num_tokens - (self._settings.first_token == "compressed")
-            job.policy.fit(job.budget, self._geometry, before, example.max_new_tokens)
+            first, later = lengths(self._protocol.steps(prompt), example.max_new_tokens)
+            job.policy.fit(job.budget, self._geometry, first, later)
         except Exception as error:  # whatever it is belongs to this example
             return _problem(row, error), None
         return row, prompt
 
-    def _answer(self, row: Row, example: Example, generation: Generation) -> Row:
+    def _answer(self, member: Ready, generation: Generation, fidelity: dict[str, float] | None) -> Row:
+        row, example, _ = member
         try:
             answered = replace(
                 row,
@@ -283,6 +266,7 @@ class Bench:
                 evictions=generation.evictions,
                 needle_fate=generation.needle_fate,
                 knobs=generation.knobs,
+                fidelity=fidelity,
                 ttft_s=generation.ttft_s,
                 decode_s=generation.decode_s,
             )

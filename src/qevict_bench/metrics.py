@@ -42,3 +42,53 @@ def _found(prediction: str, references: Sequence[str]) -> list[bool]:
         raise ValueError("references is empty: there is nothing to match; give at least one answer")
     text = ruler_postprocess(prediction).lower()
     return [reference.lower() in text for reference in references]
+
+
+GSM8K_INVALID = "[invalid]"
+"""What lm-evaluation-harness extracts from a prediction that holds no number."""
+_GSM8K_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_GSM8K_FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+_GSM8K_COT_STRICT = re.compile(r"The answer is (-?[0-9.,]+).")
+
+
+def gsm8k_strict(prediction: str) -> str:
+    """The number after the first "#### ", or "[invalid]".
+
+    Source: lm-evaluation-harness 4e7e0d4, lm_eval/tasks/gsm8k/gsm8k.yaml, filter ``strict-match``.
+    """
+    found = _GSM8K_STRICT.search(prediction)
+    return found[1] if found else GSM8K_INVALID
+
+
+def gsm8k_flexible(prediction: str) -> str:
+    """The last number, or what looks like one ("..." does), or "[invalid]".
+
+    Source: lm-evaluation-harness 4e7e0d4, lm_eval/tasks/gsm8k/gsm8k.yaml, filter ``flexible-extract``.
+    """
+    last = GSM8K_INVALID
+    for found in _GSM8K_FLEXIBLE.finditer(prediction):
+        last = found[0]
+    return last
+
+
+def gsm8k_cot_strict(prediction: str) -> str:
+    """The number after the first "The answer is ", or "[invalid]"; what follows it takes one character, if need be its
+    last digit.
+
+    Source: lm-evaluation-harness 4e7e0d4, lm_eval/tasks/gsm8k/gsm8k-cot.yaml, filter ``strict-match``.
+    """
+    found = _GSM8K_COT_STRICT.search(prediction)
+    return found[1] if found else GSM8K_INVALID
+
+
+def gsm8k_match(extracted: str, reference: str) -> float:
+    """1 if the two are the same text ("18.00" is not "18"), else 0.
+
+    Ignored in both: "," and "$", all up to the last "#### ", one "." at the end, and case.
+    Source: lm-evaluation-harness 4e7e0d4, lm_eval/tasks/gsm8k/gsm8k.yaml, ``exact_match``.
+    """
+    return float(_gsm8k_normal(extracted) == _gsm8k_normal(reference))
+
+
+def _gsm8k_normal(text: str) -> str:
+    return text.replace(",", "").replace("$", "").rpartition("#### ")[2].removesuffix(".").lower()

@@ -12,6 +12,7 @@ Shapes: N or M units, T tokens of a unit, D head dim, H KV heads, K outliers of 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qevict_bench.cache import cache_dir
@@ -29,13 +31,16 @@ from qevict_bench.packing import pack, packed_bytes, unpack
 
 BITS = (2, 3, 4)
 FOLDER = "kvquant"
+TABLES = ("key.low", "key.high", *(f"{side}.nuq{bits}" for side in ("key", "value") for bits in BITS))
 INDEX_BYTES = 2  # int16
+INDEXED = 1 << 15  # numbers that an index tells apart
 
 
 @dataclass(frozen=True)
 class Codebooks:
     """Calibrated tables of one model: fp32 on the CPU, named `<layer>.key.low` and `.key.high` [H, D], and
-    `<layer>.key.nuq<bits>`, `<layer>.value.nuq<bits>` [2^bits], ascending. Two are equal if their digests are.
+    `<layer>.key.nuq<bits>`, `<layer>.value.nuq<bits>` [2^bits], ascending. Two are equal if their digests are. A file
+    of them says in its metadata of which model they are (`fingerprint`) and what they were when written (`digest`).
     """
 
     digest: str = ""
@@ -57,24 +62,51 @@ class Codebooks:
 
     @staticmethod
     def load(model: str, fingerprint: str) -> Codebooks:
-        """The calibration of a model; a missing or damaged one is a ValueError that names the command."""
+        """The calibration of a model. A missing, damaged or foreign one is a ValueError that names the command."""
         path = Codebooks.path(fingerprint)
         remedy = f"make it with: python scripts/calibrate_kvquant.py model={model}"
         if not path.is_file():
             raise ValueError(f"model {model} has no KVQuant calibration ({path} is missing); {remedy}")
         try:
-            return Codebooks.of(load_file(path))
+            with safe_open(path, "pt") as file:
+                notes, tables = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if notes.get("fingerprint") != fingerprint:
+                raise ValueError("its metadata names another model, or none")
+            _check(tables)
+            made = Codebooks.of(tables)
+            if notes.get("digest") != made.digest:
+                raise ValueError("its tables were changed after they were written")
         except Exception as error:  # safetensors raises its own type, which it does not export everywhere
             raise ValueError(f"the KVQuant calibration {path} cannot be read ({error}); {remedy}") from error
+        return made
 
     def save(self, fingerprint: str, notes: Mapping[str, str]) -> Path:
-        """Write the tables, atomically; `notes` say how they were made."""
+        """Write the tables, atomically; `notes` say how they were made.
+
+        Raises ValueError, and leaves what is there, if the tables are unusable or the file cannot be written.
+        """
+        try:
+            _check(self.tables)
+        except ValueError as error:
+            raise ValueError(f"the calibration failed: {error}; try model.dtype=float32, or another text") from error
         path = Codebooks.path(fingerprint)
-        path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        save_file({name: table.contiguous() for name, table in self.tables.items()}, scratch, metadata=dict(notes))
-        scratch.replace(path)
+        notes = {**notes, "fingerprint": fingerprint, "digest": self.digest}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: table.contiguous() for name, table in self.tables.items()}, scratch, metadata=notes)
+            scratch.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be written ({error}); set QEVICT_BENCH_CACHE to another folder") from error
+        finally:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
         return path
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a key, D."""
+        return next(table.shape[-1] for name, table in self.tables.items() if name.endswith(".key.low"))
 
     def centroids(self, layer_idx: int, side: str, bits: int) -> tuple[float, ...]:
         """Codebook of `key` or `value`."""
@@ -87,7 +119,41 @@ class Codebooks:
     def _table(self, name: str) -> Tensor:
         if not self.digest:
             raise ValueError("KVQuant needs its calibration: call policy.prepare(model, fingerprint) before a session")
+        if name not in self.tables:
+            raise ValueError(f"the KVQuant calibration lacks {name}; make it with: python scripts/calibrate_kvquant.py")
         return self.tables[name]
+
+
+def _check(tables: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, saying what is wrong, unless the tables are those of whole layers and usable."""
+    layers = {name.partition(".")[0] for name in tables}
+    names = {f"{layer}.{table}" for layer in layers if layer.isdecimal() for table in TABLES}
+    if strange := sorted(tables.keys() - names):
+        raise ValueError(f"it has {strange[0]}, which is no table of a layer")
+    if absent := sorted(names - tables.keys()):
+        raise ValueError(f"it lacks {absent[0]}")
+    if not tables:
+        raise ValueError("it has no tables")
+    shape = tables[f"{min(layers)}.key.low"].shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"its bounds have the shape {list(shape)}, not heads x channels")
+    for name, table in tables.items():
+        bits = name.partition(".nuq")[2]
+        expected = torch.Size([1 << int(bits)]) if bits else shape
+        if table.shape != expected or table.dtype != torch.float32:
+            raise ValueError(f"{name} is {table.dtype} {list(table.shape)}, not torch.float32 {list(expected)}")
+        if not bool(table.isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite")
+        if bits and bool((table.diff() < 0).any()):
+            raise ValueError(f"{name} does not ascend")
+    for layer in sorted(layers):
+        if bool((tables[f"{layer}.key.low"] > tables[f"{layer}.key.high"]).any()):
+            raise ValueError(f"{layer}.key.low exceeds {layer}.key.high")
+
+
+def longest_unit(head_dim: int) -> int:
+    """Tokens of the longest unit whose outliers an int16 index reaches."""
+    return INDEXED // head_dim
 
 
 @dataclass(frozen=True)
@@ -103,10 +169,12 @@ class Sparse:
 
     def count(self, head_dim: int) -> int:
         """Outliers per unit: the share, halves rounded up."""
-        size = self.tokens * head_dim
-        if size > 1 << 15:
-            raise ValueError(f"{self.tokens} tokens of {head_dim} channels are more than an int16 index reaches")
-        return int(Fraction(str(self.outliers)) * size + Fraction(1, 2))
+        if self.tokens > longest_unit(head_dim):
+            raise ValueError(
+                f"{self.tokens} tokens of {head_dim} channels are more than an int16 index reaches; take at most "
+                f"{longest_unit(head_dim)}"
+            )
+        return int(Fraction(str(self.outliers)) * self.tokens * head_dim + Fraction(1, 2))
 
     def bytes(self, head_dim: int, itemsize: int) -> int:
         """Bytes per unit."""
@@ -178,107 +246,97 @@ def normalized(x: Tensor, offset: Tensor, scale: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NuqKeys:
-    """Keys before RoPE. Reference = (offset, range) per channel, [H, D], from the calibration; slot = (codes,);
-    group = (outlier values, outlier indices), [N, K], of a unit.
-    """
+class _Nuq:
+    """What both sides share: bits, outliers, and one codebook of 2^bits centroids."""
 
     bits: int
     sparse: Sparse
     centroids: tuple[float, ...] = ()
-    bounds: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)  # calibrated low and high, each [H, D]
 
-    pre_rope = True
     group = 1
     whole = False
     joined = False
 
     def __post_init__(self) -> None:
-        _check_bits(self.bits)
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits}: non-uniform codebooks exist for {', '.join(map(str, BITS))} bits")
 
     @property
     def shared(self) -> bool:
         return self.sparse.outliers > 0
 
+    def group_bytes(self, head_dim: int, itemsize: int) -> int:
+        return self.sparse.bytes(head_dim, itemsize)
+
+    def _packed(self, scaled_NTD: Tensor) -> Tensor:
+        return pack(nearest(scaled_NTD, self.centroids), self.bits)
+
+    def _outliers(self, x_NTD: Tensor, chosen_NTD: Tensor) -> tuple[Tensor, ...]:
+        return self.sparse.take(x_NTD, chosen_NTD) if self.shared else ()
+
+    def _decoded(self, packed: Tensor, offset: Tensor, scale: Tensor, group: tuple[Tensor, ...]) -> Tensor:
+        """fp32 [M, T, D]."""
+        codes_MTD = unpack(packed, self.bits, packed.shape[-1] * 8 // self.bits)
+        table = torch.tensor(self.centroids, dtype=torch.float32, device=packed.device)
+        return self.sparse.put(table[codes_MTD.int()].mul_(scale.float()).add_(offset.float()), group)
+
+
+@dataclass(frozen=True)
+class NuqKeys(_Nuq):
+    """Keys before RoPE. Reference = (offset, range) per channel, [H, D], from the calibration; slot = (codes,);
+    group = (outlier values, outlier indices), [N, K], of a unit.
+    """
+
+    bounds: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)  # calibrated low and high, each [H, D]
+
+    pre_rope = True
+
     def reference(self, x_HSD: Tensor) -> tuple[Tensor, ...]:
         low_HD, high_HD = (bound.to(x_HSD.device) for bound in self.bounds)
+        if low_HD.shape != (x_HSD.shape[0], x_HSD.shape[-1]):
+            raise ValueError(
+                f"the KVQuant calibration has bounds for {list(low_HD.shape)} heads x channels, the model has "
+                f"{[x_HSD.shape[0], x_HSD.shape[-1]]}; make it with: python scripts/calibrate_kvquant.py"
+            )
         return tuple(param.to(x_HSD.dtype) for param in static_params(low_HD, high_HD))
 
     def encode(self, x_NTD: Tensor, ref: tuple[Tensor, ...]) -> Encoded:
         scaled_NTD = normalized(x_NTD.float(), ref[0].unsqueeze(1), ref[1].unsqueeze(1))
-        codes = pack(nearest(scaled_NTD, self.centroids), self.bits)
-        if not self.shared:
-            return Encoded((codes,), ())
-        return Encoded((codes,), self.sparse.take(x_NTD, self.sparse.chosen(scaled_NTD.abs())))
+        return Encoded((self._packed(scaled_NTD),), self._outliers(x_NTD, self.sparse.chosen(scaled_NTD.abs())))
 
     def decode(
         self, slot: tuple[Tensor, ...], group: tuple[Tensor, ...], ref: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
-        out_MTD = _decoded(slot[0], self.bits, self.centroids, ref[0].unsqueeze(1), ref[1].unsqueeze(1))
-        return self.sparse.put(out_MTD, group).to(dtype)
+        return self._decoded(slot[0], ref[0].unsqueeze(1), ref[1].unsqueeze(1), group).to(dtype)
 
     def slot_bytes(self, head_dim: int, itemsize: int) -> int:
         return packed_bytes(self.bits, head_dim)
-
-    def group_bytes(self, head_dim: int, itemsize: int) -> int:
-        return self.sparse.bytes(head_dim, itemsize)
 
     def reference_bytes(self, head_dim: int, itemsize: int) -> int:
         return 2 * head_dim * itemsize
 
 
 @dataclass(frozen=True)
-class NuqValues:
+class NuqValues(_Nuq):
     """Values. Slot = (codes, offset, range), the last two [N, T, 1]; group as in NuqKeys."""
 
-    bits: int
-    sparse: Sparse
-    centroids: tuple[float, ...] = ()
-
     pre_rope = False
-    group = 1
-    whole = False
-    joined = False
-
-    def __post_init__(self) -> None:
-        _check_bits(self.bits)
-
-    @property
-    def shared(self) -> bool:
-        return self.sparse.outliers > 0
 
     def reference(self, x_HSD: Tensor) -> tuple[Tensor, ...]:
         return ()
 
     def encode(self, x_NTD: Tensor, ref: tuple[Tensor, ...]) -> Encoded:
-        exact_NTD = x_NTD.float()
-        chosen_NTD, offset_NT1, range_NT1 = token_params(exact_NTD, self.sparse, x_NTD.dtype)
-        codes = pack(nearest(normalized(exact_NTD, offset_NT1, range_NT1), self.centroids), self.bits)
-        group = self.sparse.take(x_NTD, chosen_NTD) if self.shared else ()
-        return Encoded((codes, offset_NT1, range_NT1), group)
+        chosen_NTD, offset_NT1, range_NT1 = token_params(x_NTD.float(), self.sparse, x_NTD.dtype)
+        codes = self._packed(normalized(x_NTD.float(), offset_NT1, range_NT1))
+        return Encoded((codes, offset_NT1, range_NT1), self._outliers(x_NTD, chosen_NTD))
 
     def decode(
         self, slot: tuple[Tensor, ...], group: tuple[Tensor, ...], ref: tuple[Tensor, ...], dtype: torch.dtype
     ) -> Tensor:
-        return self.sparse.put(_decoded(slot[0], self.bits, self.centroids, *slot[1:]), group).to(dtype)
+        return self._decoded(slot[0], slot[1], slot[2], group).to(dtype)
 
     def slot_bytes(self, head_dim: int, itemsize: int) -> int:
         return packed_bytes(self.bits, head_dim) + 2 * itemsize
 
-    def group_bytes(self, head_dim: int, itemsize: int) -> int:
-        return self.sparse.bytes(head_dim, itemsize)
-
     def reference_bytes(self, head_dim: int, itemsize: int) -> int:
         return 0
-
-
-def _decoded(packed: Tensor, bits: int, centroids: tuple[float, ...], offset: Tensor, scale: Tensor) -> Tensor:
-    """fp32 [M, T, D]."""
-    codes_MTD = unpack(packed, bits, packed.shape[-1] * 8 // bits)
-    table = torch.tensor(centroids, dtype=torch.float32, device=packed.device)
-    return table[codes_MTD.int()].mul_(scale.float()).add_(offset.float())
-
-
-def _check_bits(bits: int) -> None:
-    if bits not in BITS:
-        raise ValueError(f"bits={bits}: non-uniform codebooks exist for {', '.join(map(str, BITS))} bits")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -123,6 +123,9 @@ class KVPolicy(ABC):
     Class-level declarations that depend on hyper-parameters are overridden as properties.
     """
 
+    publishes_size: ClassVar[bool] = True
+    """Whether budget=native, the setting that the authors publish, means something."""
+
     @property
     def name(self) -> str:
         return type(self).__name__
@@ -182,6 +185,11 @@ class KVPolicy(ABC):
     def rope(self) -> str:
         """`absolute` keeps original positions; `compact` re-indexes stored tokens 0 .. n - 1."""
         return "absolute"
+
+    def admit(self, budget: Budget) -> None:
+        """Raise ValueError for a budget that no example can make sense of."""
+        if budget.native and not self.publishes_size:
+            raise ValueError(f"budget=native: {self.name} publishes no size of its own; give a fraction such as 0.2")
 
     def prepare(self, model: str, fingerprint: str) -> Self:
         """The method with what it must know of a model beforehand (calibrated tables), read once, before `fit`.

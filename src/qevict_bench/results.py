@@ -14,96 +14,21 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from qevict_bench.environment import Environment
 from qevict_bench.leases import Held, Lease, LeaseLost, acquire
+from qevict_bench.rows import Row, parse_row, row_line
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Part of every run id; raise it when the meaning or the set of a row's fields changes."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One example of one run; what the rows of a run share comes first. `index` counts within the subset.
-
-    status: `ok`, `infeasible` (the budget admits no setting, and `error` names the nearest; or the model's context is
-    too short for the prompt) or `error` (`error` says why; retried by the next run). `group` and `data_source` as in
-    task.Example; `overflow_tokens`: by how much prompt and answer exceed the task's nominal length. Only `ok` rows
-    carry a score. `bytes` and `fractions` are those of engine.Generation: bytes, and shares of FullKV's bytes at the
-    same step. `tier_units` are mean units per tier at the end; moves are summed over layers; `needle_fate` are shares
-    in [0, 1]; `ttft_s` and `decode_s` seconds.
-    """
-
-    run_id: str
-    model: str
-    method: str
-    variant: str
-    task: str
-    seed: int
-    split: str
-    budget: str
-    basis: str
-    enforce: str
-    small_budget: str
-    batch_size: int
-    protocol: str
-    first_token: str
-    prompt_source: str
-    device: str
-    dtype: str
-    git_sha: str
-    subset: str = ""
-    example_id: str = ""
-    index: int = 0
-    group: str = ""
-    data_source: str = ""
-    status: str = "error"
-    error: str = ""
-    prompt_tokens: int = 0
-    truncated_tokens: int = 0
-    overflow_tokens: int = 0
-    answers: tuple[str, ...] = ()
-    prediction: str = ""
-    stop: str = ""
-    new_tokens: int = 0
-    score: float | None = None
-    metrics: Mapping[str, float] | None = None
-    bytes: Mapping[str, float] | None = None
-    fractions: Mapping[str, float] | None = None
-    matched: bool = False
-    tier_units: Mapping[str, float] | None = None
-    events: int = 0
-    promotions: int = 0
-    demotions: int = 0
-    evictions: int = 0
-    needle_fate: Mapping[str, float] | None = None
-    knobs: Mapping[str, Any] | None = None
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.subset, self.index
-
-    @property
-    def done(self) -> bool:
-        """False if the example has to run again."""
-        return self.status != "error"
-
-
-SHARES = ("after_prefill", "peak", "mean", "final", "whole_cache", "prefill_peak")
-"""Keys of every ok row's `fractions`; where something bounds the cache, "allowed" too."""
-SIZES = ("workspace", "host")
-"""Keys of every ok row's `bytes`, beside its components."""
-_HUGE, _LARGEST = 1e300, 2**63 - 1
 _FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml", "wanted.json")
-_ROW_FIELDS = {field.name: str(field.type) for field in fields(Row)}
 
 
 class Damaged(ValueError):
@@ -141,7 +66,7 @@ def read_rows(path: Path) -> tuple[dict[str, Row], int]:
     ids: dict[tuple[str, int], str] = {}
     for number, line in enumerate(data[:whole].splitlines(), start=1):
         try:
-            row = _row(json.loads(line))
+            row = parse_row(json.loads(line))
             known = rows.get(row.example_id, row)
             if row.run_id != next(iter(rows.values()), row).run_id:
                 raise ValueError(f"it belongs to run {row.run_id}, the first line does not")
@@ -160,49 +85,6 @@ def damaged_line(path: Path, number: int, reason: str) -> Damaged:
     )
 
 
-def check_row(row: Row) -> None:
-    """Raises ValueError or TypeError for a row that could not be written, or not be read again."""
-    _row(json.loads(_line(row)))
-
-
-def _line(row: Row) -> bytes:
-    """With escapes for all but ASCII, so that text with half a surrogate pair can be written and read too."""
-    return json.dumps(asdict(row), allow_nan=False).encode() + b"\n"
-
-
-def _row(values: Any) -> Row:
-    """The row in a line of rows.jsonl; raises ValueError for one that this code cannot have written."""
-    if not isinstance(values, dict) or values.keys() != _ROW_FIELDS.keys():
-        raise ValueError("it is not an object with the fields of a row")
-    for name, hint in _ROW_FIELDS.items():
-        if not _fits(values[name], hint):
-            raise ValueError(f"{name} has another type")
-    row = Row(**{**values, "answers": tuple(values["answers"])})
-    if row.status not in ("ok", "infeasible", "error") or row.index < 0:
-        raise ValueError(f"status {row.status!r} or index {row.index} is none")
-    if row.status == "ok":
-        if row.score is None or not 0 <= row.score <= 1:
-            raise ValueError(f"score {row.score} is not in [0, 1]")
-        if missing := {*SHARES} - {*(row.fractions or ())} | {*SIZES} - {*(row.bytes or ())}:
-            raise ValueError(f"bytes or fractions lack {', '.join(sorted(missing))}")
-    return row
-
-
-def _fits(value: object, hint: str) -> bool:
-    """Whether a JSON value may stand in a field of the row with this annotation."""
-    if "None" in hint and value is None:
-        return True
-    if hint.startswith("Mapping"):
-        return isinstance(value, dict) and ("Any" in hint or all(_fits(x, "float") for x in value.values()))
-    if hint.startswith("tuple"):
-        return isinstance(value, list) and all(isinstance(x, str) for x in value)
-    if hint.startswith("float"):
-        return isinstance(value, int | float) and type(value) is not bool and abs(value) < _HUGE
-    if hint == "int" and type(value) is int:
-        return abs(value) <= _LARGEST
-    return type(value).__name__ == hint
-
-
 class RunFolder:
     """An open run: its rows, and the right to append to them. Made by `open_run`.
 
@@ -218,7 +100,7 @@ class RunFolder:
     def append(self, row: Row) -> None:
         """Write one row so that it survives the death of this process and of the machine."""
         with self._writing():
-            rest, size = _line(row), os.fstat(self._stream.fileno()).st_size
+            rest, size = row_line(row), os.fstat(self._stream.fileno()).st_size
             try:
                 while rest:
                     rest = rest[self._stream.write(rest) :]

@@ -15,22 +15,27 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from qevict_bench.asking import Engine, Job
 from qevict_bench.budget import Budget
 from qevict_bench.environment import Environment
-from qevict_bench.jobs import Bench, Engine, Job
+from qevict_bench.jobs import Bench
 from qevict_bench.model_facts import ModelFacts, describe
 from qevict_bench.policy import KVPolicy
 from qevict_bench.progress import Waiting, counting
-from qevict_bench.results import Damaged, Row, RunFailed, RunFolder, open_run, run_id
-from qevict_bench.settings import Settings, build, naming
+from qevict_bench.protocol import Protocol
+from qevict_bench.results import Damaged, RunFailed, RunFolder, open_run, run_id
+from qevict_bench.rows import Row
+from qevict_bench.settings import Metrics, Settings, build, naming
 from qevict_bench.summary import Facts, Summary, summarize
 from qevict_bench.task import Task
 
-_GROUPS = ("model", "method", "reference", "task", "protocol", "profile")
+_GROUPS = ("model", "method", "reference", "task", "protocol", "metrics", "profile")
 SMALL_BYTES = 6_000_000_000
 """Models with smaller weight files (3 billion parameters in 16 bit) reproduce nothing of the paper."""
+_UNMEASURED = Metrics()
 _BOUNDS = ("basis", "enforce", "small_budget")
-_IDENTITY = (*_BOUNDS, "protocol", "first_token", "seed", "split", "dtype", "batch_size")
+_PROTOCOL = ("protocol", "mode", "answer_prefix_at", "instruction_at", "first_token")
+_IDENTITY = (*_BOUNDS, *_PROTOCOL, "seed", "split", "dtype", "batch_size")
 """Fields of a row that go into its run id, beside budget, method and the fingerprints of model, task and data."""
 
 
@@ -39,6 +44,7 @@ class Plan:
     """What a command asks for, checked. `job` is `reference` if the method is its own reference."""
 
     settings: Settings
+    protocol: Protocol
     task: Task
     model: ModelFacts
     spec: Any
@@ -56,7 +62,7 @@ def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
     step went over its budget, or rows cannot be written any more.
     """
     plan = make_plan(cfg)
-    bench = Bench(plan.settings, plan.task, plan.spec, engine)
+    bench = Bench(plan.settings, plan.protocol, plan.task, plan.spec, engine)
     job, restart = plan.job, plan.settings.resume == "restart"
     path = plan.settings.results_dir / job.run_id
     with open_run(path, job.config, job.environment, restart="always" if restart else "never") as folder:
@@ -114,9 +120,16 @@ def make_plan(cfg: DictConfig) -> Plan:
     """Check the configuration and build its objects; reads the model's config and the task's files, but no weights."""
     values = _plain(cfg, "")
     own_fields = {name: value for name, value in values.items() if name not in _GROUPS}
-    settings: Settings = build(Settings, {**own_fields, "protocol": values["protocol"]["name"]}, "")
+    settings: Settings = build(Settings, own_fields, "")
+    protocol: Protocol = build(Protocol, {**values["protocol"], "first_token": settings.first_token}, "protocol.")
     method, policy = _method(cfg.method, "method.")
     reference_method, reference_policy = _method(cfg.reference, "reference.")
+    metrics: Metrics = build(Metrics, values["metrics"], "metrics.")
+    if metrics.fidelity and protocol.mode == "continue":
+        raise ValueError(
+            "metrics.fidelity=true: with protocol.mode=continue a question would follow different answers for FullKV "
+            "and for the method; use protocol.mode=reset"
+        )
     task: Task = _build(cfg.task, "task.")
     if settings.split not in task.splits:
         raise ValueError(
@@ -137,7 +150,9 @@ def make_plan(cfg: DictConfig) -> Plan:
         data = task.fingerprint()
     fingerprints = {"model": [model.fingerprint, spec.chat], "task": [_identity(task), data]}
 
-    def job(name: str, policy: KVPolicy, variant: str, budget: Budget, node: DictConfig) -> Job:
+    def job(
+        name: str, policy: KVPolicy, variant: str, budget: Budget, node: DictConfig, measured: Metrics = _UNMEASURED
+    ) -> Job:
         environment = Environment.current(model.device, type(policy), type(task))
         row = Row(
             run_id="",
@@ -152,8 +167,11 @@ def make_plan(cfg: DictConfig) -> Plan:
             enforce=budget.enforce,
             small_budget=budget.small_budget,
             batch_size=settings.batch_size,
-            protocol=settings.protocol,
-            first_token=settings.first_token,
+            protocol=protocol.name,
+            mode=protocol.mode,
+            answer_prefix_at=protocol.answer_prefix_at,
+            instruction_at=protocol.instruction_at,
+            first_token=protocol.first_token,
             prompt_source=task.prompt_source,
             device=model.device,
             dtype=model.dtype,
@@ -161,15 +179,30 @@ def make_plan(cfg: DictConfig) -> Plan:
         )
         identity = {field: getattr(row, field) for field in _IDENTITY} | fingerprints
         identity |= {"budget": _canonical(budget), "method": [name, _identity(policy)]}
+        if measured.fidelity:
+            identity |= {"fidelity": measured.fidelity_tokens}
         config = OmegaConf.merge(cfg, {"method": node, **{field: getattr(budget, field) for field in _BOUNDS}})
         config.budget = budget.spec
         text = OmegaConf.to_yaml(config, resolve=True)
-        return Job(policy, budget, replace(row, run_id=run_id(identity)), text, environment)
+        return Job(policy, budget, replace(row, run_id=run_id(identity)), text, environment, measured)
 
     reference = job(reference_method, reference_policy, "", Budget("1.0"), cfg.reference)
-    is_reference = (method, policy) == (reference_method, reference_policy)
-    own = reference if is_reference else job(method, policy, _variant(), settings.parsed_budget(), cfg.method)
-    return Plan(settings, task, model, spec, own, reference, reference_method)
+    is_reference = (method, policy) == (reference_method, reference_policy) and not metrics.fidelity
+    if not is_reference:
+        policy.admit(settings.parsed_budget())
+    own = (
+        reference
+        if is_reference
+        else job(
+            method,
+            policy,
+            _variant(),
+            Budget("1.0") if method == reference_method else settings.parsed_budget(),
+            cfg.method,
+            metrics,
+        )
+    )
+    return Plan(settings, protocol, task, model, spec, own, reference, reference_method)
 
 
 def _plain(node: DictConfig, where: str) -> dict[str, Any]:

@@ -108,7 +108,8 @@ def enter(score_BHU: Tensor, known_BHU: Tensor, new_BHU: Tensor, kind: str) -> N
     """Set, in place, the score of units that join the candidates: `zero`, or the `mean_candidate` of the known ones."""
     start = torch.zeros_like(score_BHU[..., :1])
     if kind == "mean_candidate":
-        start = (score_BHU * known_BHU).sum(-1, keepdim=True) / known_BHU.sum(-1, keepdim=True).clamp(min=1)
+        total = (score_BHU * known_BHU).double().sum(-1, keepdim=True)  # fp64: the same however rows are padded
+        start = (total / known_BHU.sum(-1, keepdim=True).clamp(min=1)).to(score_BHU.dtype)
     score_BHU.copy_(torch.where(new_BHU, start, score_BHU))
 
 

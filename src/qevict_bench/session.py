@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,27 +20,9 @@ from qevict_bench.models import LoadedModel
 from qevict_bench.policy import KVPolicy, Placement
 from qevict_bench.rope import Rope
 from qevict_bench.store import LayerStore
+from qevict_bench.trace import RowTrace
 
 GROWTH = 64  # tokens of room where no routing event is due
-
-
-@dataclass
-class RowTrace:
-    """What one row went through. Fractions are bytes / FullKV bytes at the same step; bytes as in `Usage`."""
-
-    after_prefill: float = 0.0
-    after_prefill_bytes: int = 0
-    after_prefill_allowed: int = 0
-    prefill_peak_bytes: int = 0
-    decode: list[tuple[int, int, int]] = field(default_factory=list)  # (bytes, FullKV bytes, allowed) per decode step
-    whole_cache: float = 0.0
-    usage: Usage = field(default_factory=Usage)
-    workspace: int = 0  # largest after any step
-    measured_at: int = 0
-    events: int = 0
-    promotions: int = 0
-    demotions: int = 0
-    evictions: int = 0
 
 
 def geometry_of(loaded: LoadedModel) -> Geometry:
@@ -56,7 +37,7 @@ def geometry_of(loaded: LoadedModel) -> Geometry:
 
 
 class KVSession:
-    """Runs `policy` under `budget` for `num_rows` sequences of at most `max_new` new tokens.
+    """Runs `policy` under `budget` for `num_rows` sequences; at most `max_new` tokens (of each row) follow the prefill.
 
     `seeds` name the rows' random generators. With `working_copy` the decoded low-bit tiers are kept between events
     (reported as workspace); without it they are decoded at every read, with bit-identical results.
@@ -70,11 +51,12 @@ class KVSession:
         budget: Budget,
         num_rows: int,
         *,
-        max_new: int = 0,
+        max_new: int | Sequence[int] = 0,
         seeds: Sequence[str] = (),
         working_copy: bool = True,
     ) -> None:
-        self.loaded, self.policy, self.budget, self.max_new = loaded, policy, budget, max_new
+        self.loaded, self.policy, self.budget = loaded, policy, budget
+        self.max_new = [max_new] * num_rows if isinstance(max_new, int) else list(max_new)
         self.geometry = geometry_of(loaded)
         self.working_copy = working_copy
         self.seq_len, self.prompt_len = [0] * num_rows, [0] * num_rows
@@ -117,7 +99,7 @@ class KVSession:
 
     @torch.inference_mode()
     def append(self, tokens: Sequence[Sequence[int]], chunk: int = 1024) -> Tensor:
-        """Add several tokens per row (a question) as one step that ends with a routing event; logits [B, V]."""
+        """Add tokens to every active row (a question) as one step that ends with a routing event; logits [B, V]."""
         return self._extend("append", tokens, chunk)
 
     @torch.inference_mode()
@@ -139,8 +121,14 @@ class KVSession:
         return logits[:, 0]
 
     def freeze(self, row: int) -> None:
-        """Stop a row at its EOS: nothing is added to it or moved in it any more."""
+        """Stop a row at its EOS: nothing is added to it or moved in it until its next turn."""
         self.active.remove(row)
+
+    def next_turn(self, rows: Sequence[int]) -> None:
+        """Go on with rows that a turn of a conversation has frozen; their traces begin anew."""
+        self.active = sorted(rows)
+        for row in rows:
+            self.trace[row] = self.trace[row].next_turn()
 
     def fork(self) -> KVSession:
         """An independent copy that shares only the model: for several questions on one context."""
@@ -155,12 +143,12 @@ class KVSession:
     # ---- one forward pass ----
 
     def _extend(self, phase: str, tokens: Sequence[Sequence[int]], chunk: int) -> Tensor:
-        lens = [len(row) for row in tokens]
-        if min(lens) < 1:
+        lens = [len(ids) if row in self.active else 0 for row, ids in enumerate(tokens)]
+        if min((lens[row] for row in self.active), default=0) < 1:
             raise ValueError(f"{phase}: every row needs at least one token, got lengths {lens}")
         self._decoded = 0
         self._reserve(lens, 0)
-        last: list[Tensor | None] = [None] * len(lens)
+        last: Tensor | None = None
         for begin in range(0, max(lens), chunk):
             new = [max(0, min(chunk, n - begin)) for n in lens]
             width = max(new)
@@ -169,6 +157,7 @@ class KVSession:
             )
             ends = sorted({n - 1 for n, whole in zip(new, lens, strict=True) if n and begin + n == whole}) or [0]
             logits = self._forward(phase, ids.to(self.loaded.model.device), new, ends)
+            last = logits.new_zeros((len(lens), logits.shape[-1])) if last is None else last
             for row, n in enumerate(new):
                 if n and begin + n == lens[row]:
                     last[row] = logits[row, ends.index(n - 1)]
@@ -177,7 +166,8 @@ class KVSession:
         if phase == "append" or self.policy.cadence.prefill:
             self._route()
         self._account(phase, measured=True)
-        return torch.stack([row for row in last if row is not None])
+        assert last is not None
+        return last
 
     def _forward(self, phase: str, ids_BQ: Tensor, new: list[int], keep: Sequence[int] = (0,)) -> Tensor:
         rows = tuple(row for row in self.active if new[row])
@@ -279,7 +269,7 @@ class KVSession:
             layer.reserve(self.active, new, room)
 
     def _allowed(self, row: int) -> int | None:
-        return self.budget.allowed_bytes(self.geometry, self.prompt_len[row], self.seq_len[row], self.max_new)
+        return self.budget.allowed_bytes(self.geometry, self.prompt_len[row], self.seq_len[row], self.max_new[row])
 
     def _route(self) -> None:
         """A routing event: ask the policy, carry its placement out."""

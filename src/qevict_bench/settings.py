@@ -23,7 +23,6 @@ class Settings:
     basis: str
     enforce: str
     small_budget: str
-    protocol: str
     first_token: Literal["compressed", "full"]
     split: Literal["test", "dev"]
     seed: int
@@ -44,6 +43,20 @@ class Settings:
 
     def parsed_budget(self) -> Budget:
         return Budget(self.budget, self.basis, self.enforce, self.small_budget)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is measured beside the task's own metrics. `fidelity`: next-token distributions beside FullKV's, along the
+    gold text and FullKV's own answer, `fidelity_tokens` of each at most.
+    """
+
+    fidelity: bool = False
+    fidelity_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        if self.fidelity_tokens < 1:
+            raise ValueError(f"fidelity_tokens={self.fidelity_tokens} is not positive; give an integer of at least 1")
 
 
 def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qevict_bench.results import Damaged, Row
+from qevict_bench.results import Damaged
+from qevict_bench.rows import Row
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from qevict_bench.alarms import Alarm, alarms_of
 from qevict_bench.comparison import Comparison, Pair, compare, pair, points
-from qevict_bench.results import Row
+from qevict_bench.rows import Row
+from qevict_bench.statistics import Interval, bootstrap
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Summary:
     demotions: float
     evictions: float
     needle_fate: Mapping[str, float]
+    fidelity: Mapping[str, Interval]
     timings: Timings | None
     alarms: tuple[Alarm, ...]
 
@@ -142,7 +144,7 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
         method=first.method,
         variant=first.variant,
         task=first.task,
-        protocol=first.protocol,
+        protocol=first.protocol_words,
         first_token=first.first_token,
         prompt_source=first.prompt_source,
         budget=first.budget,
@@ -171,6 +173,7 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
         demotions=_mean(good, lambda row: row.demotions),
         evictions=_mean(good, lambda row: row.evictions),
         needle_fate=_means(good, lambda row: row.needle_fate),
+        fidelity=_fidelity(good),
         timings=_timings(all_pairs),
         alarms=tuple(alarms_of(rows, reference_rows, found, all_pairs)),
     )
@@ -185,6 +188,20 @@ def _means(rows: Sequence[Row], values: Callable[[Row], Mapping[str, float] | No
     found = [mapping for row in rows if (mapping := values(row))]
     names = dict.fromkeys(name for mapping in found for name in mapping)
     return {name: fmean(mapping.get(name, 0.0) for mapping in found) for name in names}
+
+
+def _fidelity(rows: Sequence[Row]) -> dict[str, Interval]:
+    """Means over the examples that have the figure, by name as in fidelity.measure; examples of a group together."""
+    found = [row for row in rows if row.fidelity]
+    names = dict.fromkeys(name for row in found for name in row.fidelity or ())
+    values = {
+        name: [(row.fidelity[name], row.group) for row in found if row.fidelity and name in row.fidelity]
+        for name in names
+    }
+    return {
+        name: bootstrap([x for x, _ in pairs], [g or str(i) for i, (_, g) in enumerate(pairs)]).interval()
+        for name, pairs in values.items()
+    }
 
 
 def _memory(rows: Sequence[Row]) -> Memory:

@@ -1,118 +1,74 @@
 """What one run shows when it is watched from outside: logits, attention masses, scores, codes and bytes.
 
-Shapes: H KV heads, G query heads per KV head, P probed rows, U units, C ledger columns, V vocabulary.
+Shapes: V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qevict_bench.dense import DenseRun
-from qevict_bench.models import LoadedModel
-from qevict_bench.policy import Allowance, KVPolicy, LayerView, Placement
-from qevict_bench.rope import Rope
+from qevict_bench.holdings import COUNTED, Holdings, billed, holdings, measured
+from qevict_bench.policy import KVPolicy
+from qevict_bench.restored import worst
 from qevict_bench.session import KVSession
+from qevict_bench.spy import Spy
 from qevict_bench.store import LayerStore
 
-FOREIGN = (nn.Module, Rope, LoadedModel, torch.Generator, type, str, bytes)
-"""What a session refers to but does not hold for its rows."""
+EVERY = 8  # steps without an event between two walks through memory
 
 
-class Mass(NamedTuple):
-    """Attention mass as handed to a policy: layer, absolute rows [P], units [H or 1, U], mass [H, G, P, U]."""
-
-    layer_idx: int
-    rows_P: Tensor
-    pos_HU: Tensor
-    end_HU: Tensor
-    mass_HGPU: Tensor
-
-
-class Spy:
-    """A policy that reports what it is shown, and whether scores have changed since it last saw them."""
-
-    def __init__(self, policy: KVPolicy) -> None:
-        self.policy = policy
-        self.masses: list[Mass] = []
-        self.moved_scores = 0
-        self._left: dict[int, tuple[Tensor, Tensor]] = {}  # per layer: positions [H or 1, U], columns [C, H or 1, U]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
-    def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:
-        self._enter(view)
-        self.masses.append(Mass(view.layer_idx, rows_BP[0], view.pos_BHU[0], view.end_BHU[0], mass_BHGPU[0]))
-        self.policy.observe(view, mass_BHGPU, rows_BP)
-        self._leave(view)
-
-    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
-        for view in views:
-            self._enter(view)
-        placements = self.policy.place(views, allowance)
-        for view in views:
-            self._leave(view)
-        return placements
-
-    def _leave(self, view: LayerView) -> None:
-        if view.columns:
-            columns = torch.stack([column[0] for column in view.columns.values()])
-            self._left[view.layer_idx] = (view.pos_BHU[0], columns)
-
-    def _enter(self, view: LayerView) -> None:
-        """Every unit must have the scores it was left with; a new one has zeros."""
-        if not view.columns:
-            return
-        columns = torch.stack([column[0] for column in view.columns.values()])
-        old_pos, old_columns = self._left.get(view.layer_idx, (view.pos_BHU[0, :, :0], columns[..., :0]))
-        for head, pos_U in enumerate(view.pos_BHU[0]):
-            known = old_pos[head] >= 0
-            before_U, scores_CU = old_pos[head][known].contiguous(), old_columns[:, head, known]
-            pos_U = pos_U[pos_U >= 0].contiguous()
-            expected = columns.new_zeros((len(columns), len(pos_U)))
-            if len(before_U):
-                at = torch.searchsorted(before_U, pos_U).clamp(max=len(before_U) - 1)
-                expected = torch.where(before_U[at] == pos_U, scores_CU[:, at], expected)
-            self.moved_scores += int((columns[:, head, : len(pos_U)] != expected).sum())
+def known_before(policy: KVPolicy, model: Any) -> Holdings:
+    """What can be reached before a session is made: calibrated tables, the model, and what earlier runs left."""
+    return holdings(policy, KVSession, model)
 
 
 class Witness:
-    """Watches a session of one row, from before its prompt. Call `after` with every step's tokens and logits [V].
+    """Watches a session of one row, from before its prompt; `before` is what there was before the session was made.
+    Call `after` with every step's tokens and logits [V].
 
     Figures are those of the worst step so far. `mass_gap` is between the attention masses that the policy was handed
-    and the dense run's; `byte_error` between allocated and accounted bytes, relative; `used_fraction` bytes over
-    allowance, or over FullKV where nothing bounds them.
+    and the dense run's; `lost_rows` as in Spy; `used_fraction` measured bytes over allowance, or over FullKV where
+    nothing bounds them. `misbilled` bytes are the differences between measured and billed components, and `unlisted`
+    what was found outside all of them; `loose` is what Python objects grew by; `accounted` the bytes of that step.
     """
 
-    def __init__(self, session: KVSession, num_tokens: int) -> None:
+    def __init__(self, session: KVSession, num_tokens: int, before: Holdings) -> None:
         self.session, self.dense, self.spy = session, DenseRun(session.loaded, num_tokens), Spy(session.policy)
-        self.before = storages(session)  # calibrated tables and the like; held so that no address is used again
+        self.before = before
         session.policy = cast(KVPolicy, self.spy)
         for layer in session.layers.values():
             layer.policy = session.policy
-        self.logit_gap = self.mass_gap = self.byte_error = self.used_fraction = 0.0
-        self.masses_seen = self.changed_codes = self.old_codes = 0
+        self.logit_gap = self.mass_gap = self.used_fraction = 0.0
+        self.masses_seen = self.changed_codes = self.old_codes = self.lost_rows = 0
+        self.misbilled: dict[str, int] = {}
+        self.unlisted = self.loose = self.accounted = 0
         self._codes: dict[tuple[Any, ...], bytes] = {}
-        self._events = 0
+        self._events = self._steps = 0
 
     def after(self, ids: Sequence[int], logits_V: Tensor) -> None:
-        session = self.session
-        self.logit_gap = max(self.logit_gap, float((logits_V - self.dense.step(ids)).abs().max()))
+        session, spy = self.session, self.spy
+        self.logit_gap = worst(self.logit_gap, (logits_V - self.dense.step(ids)).abs())
         self._compare_masses()
-        if session.trace[0].events > self._events:
+        event = session.trace[0].events > self._events
+        if event:
             self._events = session.trace[0].events
             self.dense.follow(session)
             self._compare_codes()
-        self._weigh()
+        if event or not session.policy.cadence.replay:  # else rows wait for the next event
+            self.lost_rows = max(self.lost_rows, spy.lost_rows(list(session.layers), session.seq_len[0]))
+        if event or self._steps % EVERY == 0:
+            self._weigh()
+        self._steps += 1
 
     def _compare_masses(self) -> None:
         for layer, rows_P, pos_HU, end_HU, mass_HGPU in self.spy.masses:
-            gap = (self.dense.mass(layer, rows_P, pos_HU, end_HU) - mass_HGPU).abs().max()
-            self.mass_gap = max(self.mass_gap, float(gap))
+            gap = (self.dense.mass(layer, rows_P, pos_HU, end_HU) - mass_HGPU).abs()
+            self.mass_gap = worst(self.mass_gap, gap)
             self.masses_seen += 1
         self.spy.masses = []
 
@@ -124,15 +80,20 @@ class Witness:
         self._codes = codes
 
     def _weigh(self) -> None:
-        session, usage = self.session, self.session.usage(0)
-        allocated = sum(x.nbytes() for at, x in storages(session).items() if at not in self.before)
-        accounted = usage.total + usage.host + usage.workspace + usage.sliding
-        self.byte_error = max(self.byte_error, abs(allocated - accounted) / accounted)
+        session = self.session
+        bill = billed(session)
+        sizes, unlisted, loose = measured(session, self.spy.policy, self.before)
+        self.accounted = sum(bill.values())
+        for name in bill:
+            off = sizes.get(name, 0) - bill[name]
+            if abs(off) > abs(self.misbilled.get(name, 0)):
+                self.misbilled[name] = off
+        self.unlisted, self.loose = max(self.unlisted, unlisted), max(self.loose, loose)
         seen, prompt_len = session.seq_len[0], session.prompt_len[0]
-        allowed = session.budget.allowed_bytes(session.geometry, prompt_len, seen, session.max_new)
+        allowed = session.budget.allowed_bytes(session.geometry, prompt_len, seen, session.max_new[0])
         if allowed is None or (session.budget.enforce == "prefill" and seen > prompt_len):
             allowed = session.geometry.full_bytes(seen)
-        used = usage.payload if session.budget.everything else usage.total
+        used = session.usage(0).payload if session.budget.everything else sum(sizes.get(name, 0) for name in COUNTED)
         self.used_fraction = max(self.used_fraction, used / allowed)
 
 
@@ -153,26 +114,3 @@ def _codes(layer: LayerStore) -> Iterator[tuple[tuple[Any, ...], bytes]]:
             places = zip(head.tolist(), layer.per_head(rect.pos)[0][held].tolist(), strict=True)
             for place, unit in zip(places, decoded, strict=True):
                 yield (layer.layer_idx, name, number, *place), unit.contiguous().numpy().tobytes()
-
-
-def storages(session: KVSession) -> dict[int, torch.UntypedStorage]:
-    """Every storage that can be reached from a session, by address: whatever its rows hold, listed or not."""
-    found: dict[int, torch.UntypedStorage] = {}
-    done: set[int] = set()
-    waiting: list[Any] = [value for name, value in vars(session).items() if name != "_probe"]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in done or isinstance(thing, FOREIGN):
-            continue
-        done.add(id(thing))
-        if isinstance(thing, Tensor):
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage()
-        elif isinstance(thing, Mapping):
-            waiting += thing.values()
-        elif isinstance(thing, list | tuple | set | frozenset):
-            waiting += thing
-        elif isinstance(thing, Spy):
-            waiting.append(thing.policy)
-        elif hasattr(thing, "__dict__") and not callable(thing):
-            waiting += vars(thing).values()
-    return {at: storage for at, storage in found.items() if storage.nbytes()}

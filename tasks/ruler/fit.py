@@ -57,6 +57,7 @@ class Draft:
             answer_spans=tuple((start + begin, start + end) for begin, end in body.spans),
             group=self.group,
             data_source=self.data_source,
+            instruction_chars=-1 if self.shot else len(self.frame.before),  # a solved example shows it too
         )
 
 

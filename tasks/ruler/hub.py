@@ -52,6 +52,7 @@ def examples(hub_id: str, context_length: int, subset: str, limit: int) -> Itera
             answer_spans=occurrences(texts["context"], answers) if subset in NIAH else (),
             group=groups.name(texts["context"]) if subset in MATCH_PART else "",
             data_source=hub_id,
+            instruction_chars=-1,
         )
 
 

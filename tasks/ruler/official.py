@@ -90,6 +90,7 @@ def _example(subset: str, index: int, line: bytes, where: str, groups: Groups) -
         answer_spans=occurrences(context, outputs) if subset in NIAH else (),
         group=groups.name(context) if subset in MATCH_PART else "",
         data_source="official",
+        instruction_chars=-1,
     )
 
 
