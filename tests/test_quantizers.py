@@ -334,6 +334,13 @@ def test_kvquant_keeps_sinks_and_the_unfinished_block() -> None:
         torch.testing.assert_close(v_held[5:53], v_back)
 
 
+def test_kvquant_keeps_sinks_that_are_as_long_as_a_block() -> None:
+    session = session_of(KVQuant(sinks=16, block=16, codebooks=codebooks()), random_ids(63, 3))
+    rect = session.layers[0].table.rect()
+    assert rect.pos[0, 0, :4].tolist() == [0, 16, 32, 48]
+    assert rect.tier[0, 0, :4].tolist() == [FULL, 1, 1, FULL]
+
+
 def test_kvquant_fills_with_the_newest_blocks() -> None:
     policy = KVQuant(codebooks=codebooks())
     filled = session_of(policy, random_ids(300, 1), Budget("0.5"))
