@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from conftest import spec_of
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from processes import made_elsewhere
 from small_tokenizers import byte_tokenizer, merging_tokenizer
 from tiny_models import engine
 from transformers import AutoTokenizer
@@ -172,23 +171,7 @@ def test_examples_do_not_depend_on_the_limit() -> None:
 
 
 def test_every_process_makes_the_same() -> None:
-    code = (
-        "from small_tokenizers import merging_tokenizer; from qevict_bench.task import Prompter; from tasks.drift "
-        "import Drift; task = Drift(context_length=4096); import hashlib; print(task.fingerprint(), hashlib.sha256("
-        "repr(list(task.examples(Prompter(merging_tokenizer(chat=False), False), 9, 0, 'test'))).encode()).hexdigest())"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{ROOT / 'tests'}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
-    assert outputs.pop().startswith(TASK.fingerprint())
+    assert made_elsewhere("tasks.drift:Drift(context_length=4096)").startswith(TASK.fingerprint())
 
 
 def test_seed_and_split_share_nothing() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -15,6 +13,7 @@ import pytest
 from conftest import spec_of
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from processes import made_elsewhere
 from small_tokenizers import byte_tokenizer, merging_tokenizer
 from transformers import AutoTokenizer
 
@@ -108,23 +107,7 @@ def test_generated_examples_do_not_depend_on_the_limit_and_share_nothing_with_ot
 
 
 def test_every_process_makes_the_same() -> None:
-    code = (
-        "from small_tokenizers import merging_tokenizer; from qevict_bench.task import Prompter; from tasks.perplexity "
-        "import Perplexity; task = Perplexity(); import hashlib; print(task.fingerprint(), hashlib.sha256(repr(list("
-        "task.examples(Prompter(merging_tokenizer(chat=False), False), 2, 0, 'test'))).encode()).hexdigest())"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{ROOT / 'tests'}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
-    assert outputs.pop().startswith(Perplexity().fingerprint())
+    assert made_elsewhere("tasks.perplexity:Perplexity()").startswith(Perplexity().fingerprint())
 
 
 def test_fingerprint_follows_the_file(tmp_path: Path) -> None:
