@@ -61,6 +61,7 @@ class FakeTask(Task):
     new_tokens: tuple[int, ...] = (8,)
     """Of example i, in turns."""
     only: tuple[str, ...] = ("test", "dev")
+    min_new_tokens: int = 0
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -161,6 +162,7 @@ def generate(
     *,
     max_new_tokens: Sequence[int],
     stop: tuple[str, ...],
+    min_new_tokens: int,
     protocol: Protocol,
     seed: int,
     example_ids: Sequence[str],
@@ -188,7 +190,12 @@ def generate(
         text = ("yes " if good else "no ") + digest[:6]
         made.append(
             FakeGeneration(
-                text, (1, 2), memory | parts | {"workspace": 2.0**20, "host": 0.0}, fractions, time.time() % 1, 0.5
+                text,
+                tuple(range(max(2, min_new_tokens))),
+                memory | parts | {"workspace": 2.0**20, "host": 0.0},
+                fractions,
+                time.time() % 1,
+                0.5,
             )
         )
     return made

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, decode_all, family, prompt, random_ids, reference
+from tiny_models import FAMILIES, decode_all, engine, family, prompt, random_ids, reference, sdpa_copy
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -76,6 +77,31 @@ def test_greedy_tokens_equal_transformers(kind: str, first_token: str) -> None:
     )
     assert [list(each.new_ids) for each in made] == [greedy(reference(kind), ids, 16) for ids in prompts]
     assert {each.stop for each in made} == {"length"}
+
+
+@pytest.mark.parametrize("least", [0, 1, 5, 12])
+def test_the_end_of_text_is_not_chosen_too_early(least: int) -> None:
+    """As with min_new_tokens of transformers, for rows that would end at different moments."""
+    ids = [random_ids(64), random_ids(33)]
+    free = [greedy(sdpa_copy(engine().model), each, 12) for each in ids]
+    ends = [free[0][0], free[1][3]]
+    loaded = replace(engine(), eos_ids=tuple(ends))
+    made = generate(
+        loaded,
+        FullKV(),
+        EVERYTHING,
+        [prompt(each) for each in ids],
+        max_new_tokens=[12, 12],
+        stop=(),
+        min_new_tokens=least,
+        seed=0,
+        example_ids=["a", "b"],
+    )
+    for each, found in zip(ids, made, strict=True):
+        ended = greedy(sdpa_copy(engine().model), each, 12, eos_token_id=ends, pad_token_id=0, min_new_tokens=least)
+        assert list(found.new_ids) == [token for token in ended if token not in ends]
+        assert found.stop == ("eos" if ended[-1] in ends else "length")
+        assert len(found.new_ids) >= least
 
 
 def test_only_the_last_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

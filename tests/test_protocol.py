@@ -18,6 +18,8 @@ from methods.qevict import QEvict
 from methods.random import Random
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
+from methods.tova import TOVA
+from methods.zipcache import ZipCache
 from qevict_bench import runner
 from qevict_bench.budget import Budget
 from qevict_bench.conversation import converse
@@ -244,6 +246,42 @@ def test_a_growing_cache_goes_on_routing_and_counts_each_turn() -> None:
     assert all(turn.demotions + turn.evictions > 0 for turn in turns)
 
 
+GROWING = [
+    *METHODS,
+    TOVA(),
+    ZipCache(gap=8),
+    QEvict(recent=8, omega=8, decode_scores="every_step", decay=0.8),
+    QEvict(recent=8, omega=8, decode_scores="last_step", aged_score="mean_candidate"),
+    QEvict(recent=8, omega=8, routing="random", head_scope="kv_head"),
+]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", GROWING, ids=lambda method: type(method).__name__)
+def test_growing_conversations_side_by_side_are_what_they_are_alone(method: KVPolicy, kind: str) -> None:
+    """Although they differ in length, in their number of turns, and end their answers within routing intervals."""
+    conversations = [
+        [turn._replace(max_new=new) for turn, new in zip(turns_of(context, questions), limits, strict=True)]
+        for context, questions, limits in (
+            (random_ids(90, 1), [random_ids(6, 2), random_ids(9, 3), random_ids(6, 4)], (21, 5, 19)),
+            (random_ids(81, 5), [random_ids(7, 6), [8], random_ids(5, 7)], (3, 22, 12)),
+            (random_ids(90, 8), [random_ids(6, 9)], (14,)),
+        )
+    ]
+    names = ("talk", "other", "third")
+    together = talk(conversations, method, kind, "continue", names=names)
+    for turns, one, name in zip(together, conversations, names, strict=True):
+        [alone] = talk([one], method, kind, "continue", names=(name,))
+        for side_by_side, single in zip(turns, alone, strict=True):
+            assert without_workspace(side_by_side) == without_workspace(single)
+    assert sum(turn.evictions + turn.demotions for turns in together for turn in turns[1:]) > 0
+
+
+def without_workspace(made: Generation) -> Generation:
+    """Unequal rows need other scratch memory than one alone."""
+    return replace(made, memory={name: value for name, value in made.memory.items() if name != "workspace"})
+
+
 def test_conversations_that_do_not_fit_the_context_are_refused() -> None:
     loaded = replace(never_stopping("llama"), max_context=70)
     with pytest.raises(ValueError, match="talk"):
@@ -297,6 +335,11 @@ def test_the_protocol_is_in_the_row_and_in_the_id(run: Callable[..., list[dict[s
 
 
 # ---- prompts ----
+
+
+@pytest.mark.parametrize("name", ["query_aware", "multi_query"])
+def test_the_task_says_how_long_answers_are_at_least(run: Callable[..., list[dict[str, object]]], name: str) -> None:
+    assert {row["new_tokens"] for row in run(protocol__name=name, task__min_new_tokens=7)} == {7}
 
 
 @pytest.mark.parametrize("config", ["smollm2", "gemma3"])

@@ -82,7 +82,12 @@ class Asking:
     task: Task
 
     def generations(self, job: Job, prompter: Prompter, ready: Sequence[Ready]) -> Sequence[Generation]:
-        common: dict[str, Any] = {"stop": self.task.stop, "protocol": self.protocol, "seed": self.settings.seed}
+        common: dict[str, Any] = {
+            "stop": self.task.stop,
+            "min_new_tokens": self.task.min_new_tokens,
+            "protocol": self.protocol,
+            "seed": self.settings.seed,
+        }
         if not self.protocol.conversing:
             return self.engine.generate(
                 self.loaded,

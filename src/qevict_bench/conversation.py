@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from qevict_bench.budget import Budget
@@ -26,6 +26,7 @@ def converse(
     conversations: Sequence[Sequence[Turn]],
     *,
     stop: tuple[str, ...],
+    min_new_tokens: int = 0,
     protocol: Protocol,
     seed: int,
     names: Sequence[str],
@@ -45,7 +46,7 @@ def converse(
         check_length(loaded, name, first + later, 0)
         longest.append(later)
         fitted = policy.fit(budget, geometry, first, later)
-        batches.setdefault((fitted, i if growing else 0), []).append(i)  # a growing cache keeps its own routing clock
+        batches.setdefault((fitted, i if growing and policy.recompresses else 0), []).append(i)
     done: dict[int, list[Generation]] = {}
     for (fitted, _), members in batches.items():
         begin = time.perf_counter()
@@ -59,12 +60,10 @@ def converse(
         )
         session.prefill([contexts[i] for i in members], prefill_chunk)
         asked = [conversations[i] for i in members]
-        if growing:
-            made = [_continued(session, asked[0], len(contexts[members[0]]), protocol, stop, prefill_chunk, begin)]
-        else:
-            steps = [[protocol.steps(t.prompt, len(contexts[i]))[1:] for t in conversations[i]] for i in members]
-            made = _forked(session, asked, steps, protocol, stop, prefill_chunk, begin)
-        done.update(zip(members, made, strict=True))
+        asking = _Asking(
+            session, asked, [len(contexts[i]) for i in members], protocol, stop, min_new_tokens, prefill_chunk
+        )
+        done.update(zip(members, asking.answers(begin), strict=True))
     return [done[i] for i in range(len(conversations))]
 
 
@@ -86,51 +85,47 @@ def _later(turns: Sequence[Turn], context: int, growing: bool) -> int:
     return alone[0] + sum(len(turn.follow_up.ids) + turn.max_new for turn in turns[1:])
 
 
-def _forked(
-    session: KVSession,
-    conversations: Sequence[Sequence[Turn]],
-    steps: Sequence[Sequence[Steps]],
-    protocol: Protocol,
-    stop: tuple[str, ...],
-    chunk: int,
-    begin: float,
-) -> list[list[Generation]]:
-    """Every question on a copy of the compressed contexts, one row per conversation."""
-    made: list[dict[int, Generation]] = [{} for _ in conversations]
-    spent, batches = time.perf_counter() - begin, dict[tuple[int, int], list[int]]()
-    for row, turns in enumerate(steps):
-        for index, turn in enumerate(turns):
-            batches.setdefault((index, len(turn)), []).append(row)
-    for (index, _), rows in batches.items():
-        fork, begin = session.fork(), time.perf_counter() - spent
-        fork.active = list(rows)
-        fed = [turns[index] if row in rows else () for row, turns in enumerate(steps)]
-        logits = read(fork, fed, protocol.first_token, chunk, later=True)
-        asked = {row: Asked(conversations[row][index].prompt, conversations[row][index].max_new) for row in rows}
-        for row, generation in zip(rows, answer(fork, logits, asked, stop, begin), strict=True):
-            made[row][index] = generation
-    return [[turns[index] for index in sorted(turns)] for turns in made]
+@dataclass(frozen=True)
+class _Asking:
+    """A session that has read the contexts (token counts) of some conversations, one a row, and what they ask."""
 
+    session: KVSession
+    conversations: Sequence[Sequence[Turn]]
+    contexts: Sequence[int]
+    protocol: Protocol
+    stop: tuple[str, ...]
+    min_new: int
+    chunk: int
 
-def _continued(
-    session: KVSession,
-    turns: Sequence[Turn],
-    context: int,
-    protocol: Protocol,
-    stop: tuple[str, ...],
-    chunk: int,
-    begin: float,
-) -> list[Generation]:
-    """All questions of the session's one conversation on its growing cache."""
-    made: list[Generation] = []
-    for index, turn in enumerate(turns):
-        if index == 0:
-            steps = protocol.steps(turn.prompt, context)[1:]
-        else:
-            begin = time.perf_counter()
-            session.next_turn([0])
-            last = made[-1].new_ids[-1:] if made[-1].stop != "eos" else ()  # the newest token is not in the cache yet
-            steps = protocol.later_steps(replace(turn.follow_up, ids=(*last, *turn.follow_up.ids)))
-        logits = read(session, [steps], protocol.first_token, chunk, later=True)
-        made += answer(session, logits, {0: Asked(turn.prompt, turn.max_new)}, stop, begin)
-    return made
+    def answers(self, begin: float) -> list[list[Generation]]:
+        """Question by question: on the growing caches, where a row that has answered waits for the others, or on
+        copies.
+        """
+        made: list[list[Generation]] = [[] for _ in self.conversations]
+        growing, spent = self.protocol.mode == "continue", time.perf_counter() - begin
+        for index in range(max(map(len, self.conversations))):
+            asked = [row for row, turns in enumerate(self.conversations) if index < len(turns)]
+            steps = {row: self._steps(row, index, made[row] if growing else []) for row in asked}
+            for num in sorted({len(each) for each in steps.values()}):  # a session feeds all rows as many steps
+                rows = [row for row, each in steps.items() if len(each) == num]
+                session = self.session if growing else self.session.fork()
+                begin = time.perf_counter() - (0 if growing and index else spent)
+                if growing and index:
+                    session.next_turn(rows)
+                session.active = list(rows)
+                fed = [steps[row] if row in rows else () for row in range(len(self.conversations))]
+                logits = read(session, fed, self.protocol.first_token, self.chunk, later=True)
+                turns = {row: self.conversations[row][index] for row in rows}
+                limits = {row: Asked(turn.prompt, turn.max_new) for row, turn in turns.items()}
+                generations = answer(session, logits, limits, self.stop, self.min_new, begin)
+                for row, generation in zip(rows, generations, strict=True):
+                    made[row].append(generation)
+        return made
+
+    def _steps(self, row: int, index: int, before: Sequence[Generation]) -> Steps:
+        """What is read for a question after the context, or after the answers before it."""
+        turn = self.conversations[row][index]
+        if not before:
+            return self.protocol.steps(turn.prompt, self.contexts[row])[1:]
+        last = before[-1].new_ids[-1:] if before[-1].stop != "eos" else ()  # the newest token is not in the cache yet
+        return self.protocol.later_steps(replace(turn.follow_up, ids=(*last, *turn.follow_up.ids)))

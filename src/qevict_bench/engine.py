@@ -59,6 +59,7 @@ def generate(
     *,
     max_new_tokens: Sequence[int],
     stop: tuple[str, ...],
+    min_new_tokens: int = 0,
     protocol: Protocol = QUERY_AWARE,
     seed: int,
     example_ids: Sequence[str],
@@ -66,7 +67,7 @@ def generate(
     working_copy: bool = True,
 ) -> list[Generation]:
     """Greedy continuation of every prompt alone, at most its `max_new_tokens`, ended by the model's EOS or a stop
-    string. The protocol says where prompts are cut and compressed.
+    string; the EOS has probability 0 before `min_new_tokens`. The protocol says where prompts are cut and compressed.
 
     Raises BudgetExceeded, Infeasible, or ValueError for prompts that are longer than the model's context or cannot be
     cut.
@@ -93,7 +94,7 @@ def generate(
         begin = time.perf_counter()
         logits = read(session, [steps[i] for i in members], protocol.first_token, prefill_chunk)
         asked = {row: Asked(prompts[i], max_new_tokens[i]) for row, i in enumerate(members)}
-        done.update(zip(members, answer(session, logits, asked, stop, begin), strict=True))
+        done.update(zip(members, answer(session, logits, asked, stop, min_new_tokens, begin), strict=True))
     return [done[i] for i in range(len(prompts))]
 
 
@@ -132,18 +133,19 @@ def read(session: KVSession, steps: Sequence[Steps], first_token: str, chunk: in
 
 
 def answer(
-    session: KVSession, logits: Tensor, asked: Mapping[int, Asked], stop: tuple[str, ...], begin: float
+    session: KVSession, logits: Tensor, asked: Mapping[int, Asked], stop: tuple[str, ...], min_new: int, begin: float
 ) -> list[Generation]:
     """Greedy answers of the active rows after `logits` [B, V], which a turn begun at `begin` (perf_counter) gave.
 
-    Rows end frozen, at the model's EOS, a stop string, or their limit.
+    Rows end frozen, at the model's EOS (not before `min_new` tokens), a stop string, or their limit.
     """
     loaded, rows = session.loaded, list(session.active)
-    tokens = logits.argmax(dim=-1).tolist()
+    eos_ids = list(loaded.eos_ids)
+    tokens = _greedy(logits, eos_ids if min_new else [])
     ttft = time.perf_counter() - begin
     fates = {row: _needle_fate(session, row, asked[row].prompt.answer_positions) for row in rows}
     new_ids: dict[int, list[int]] = {row: [] for row in rows}
-    texts, stops = dict.fromkeys(rows, ""), dict.fromkeys(rows, "length")
+    texts, stops, num_new = dict.fromkeys(rows, ""), dict.fromkeys(rows, "length"), 0
     while True:
         for row in list(session.active):
             if tokens[row] in loaded.eos_ids:
@@ -156,12 +158,20 @@ def answer(
                 session.freeze(row)
         if not session.active:
             break
-        tokens = session.decode(tokens).argmax(dim=-1).tolist()
+        num_new += 1
+        tokens = _greedy(session.decode(tokens), eos_ids if num_new < min_new else [])
     decode_s = (time.perf_counter() - begin - ttft) / len(rows)
     return [
         _generation(session, row, tuple(new_ids[row]), texts[row], stops[row], fates[row], ttft / len(rows), decode_s)
         for row in rows
     ]
+
+
+def _greedy(logits_BV: Tensor, never: Sequence[int]) -> list[int]:
+    """The most probable token of every row, but for the ids `never`."""
+    ids = torch.tensor(never, dtype=torch.int64, device=logits_BV.device)
+    tokens: list[int] = logits_BV.index_fill(1, ids, -torch.inf).argmax(dim=-1).tolist()
+    return tokens
 
 
 def _text(loaded: LoadedModel, ids: list[int], stop: tuple[str, ...]) -> tuple[str, bool]:

@@ -64,6 +64,7 @@ class KVSession:
         self.trace = [RowTrace() for _ in range(num_rows)]
         names = list(seeds) or [str(row) for row in range(num_rows)]
         self._rngs = [torch.Generator().manual_seed(_seed(name)) for name in names]
+        self._replayed = [0] * num_rows  # buffered queries that are a row's own: it may have been frozen since
         model = loaded.model
         config = model.config
         kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * loaded.num_layers)
@@ -71,9 +72,7 @@ class KVSession:
         like = torch.empty((0, self.geometry.head_dim), dtype=model.dtype, device=model.device)
         self._modules: dict[int, nn.Module] = {}
         self.layers = {
-            index: LayerStore(
-                policy, self.geometry, index, rope, like, num_rows, self._rngs.__getitem__, self._output_weight(index)
-            )
+            index: LayerStore(policy, self.geometry, index, rope, like, num_rows, self._rng, self._output_weight(index))
             for index in loaded.compressible_layers
         }
         self._sliding: dict[int, list[tuple[Tensor, Tensor]]] = {
@@ -109,6 +108,8 @@ class KVSession:
         if grown:
             self._room = GROWTH
             self._reserve([1] * len(self.seq_len), GROWTH - 1)
+        if self.policy.cadence.replay:
+            self._replayed = [n + (row in self.active) for row, n in enumerate(self._replayed)]
         ids = torch.tensor(tokens, device=self.loaded.model.device)[:, None]
         logits = self._forward("decode", ids, [1 if row in self.active else 0 for row in range(len(tokens))])
         self._room -= 1
@@ -116,9 +117,15 @@ class KVSession:
         every = self.policy.cadence.decode_every
         event = every and self._decoded % every == 0
         if event:
+            self._replayed = [0] * len(tokens)
             self._route()
         self._account("decode", measured=bool(event) or grown)
         return logits[:, 0]
+
+    def _rng(self, row: int) -> torch.Generator:
+        """The row's generator; a copy while it is frozen, so that nothing is drawn from it."""
+        rng = self._rngs[row]
+        return rng if row in self.active else torch.Generator().set_state(rng.get_state())
 
     def freeze(self, row: int) -> None:
         """Stop a row at its EOS: nothing is added to it or moved in it until its next turn."""
@@ -137,7 +144,7 @@ class KVSession:
         memo.update({id(rng): torch.Generator().set_state(rng.get_state()) for rng in self._rngs})
         clone = copy.deepcopy(self, memo)
         for layer in clone.layers.values():
-            layer.rng = clone._rngs.__getitem__
+            layer.rng = clone._rng
         return clone
 
     # ---- one forward pass ----
@@ -161,6 +168,7 @@ class KVSession:
             for row, n in enumerate(new):
                 if n and begin + n == lens[row]:
                     last[row] = logits[row, ends.index(n - 1)]
+        self._replayed = [0] * len(lens)
         self._note_peak()
         self._room = 0
         if phase == "append" or self.policy.cadence.prefill:
@@ -222,9 +230,9 @@ class KVSession:
         if not queries:
             return
         self._replay[layer.layer_idx] = []
-        new = tuple(len(queries) if row in self._step.rows else 0 for row in range(layer.num_rows))
+        new = tuple(self._replayed)
         start = tuple(seen - n for seen, n in zip(layer.seq_len, new, strict=True))
-        step = Step("decode", self._step.rows, new, start)
+        step = Step("decode", tuple(row for row, n in enumerate(new) if n), new, start)
         if (probed := self._probed(step)) is not None:
             observe(layer, torch.cat(queries, dim=2), layer.read(self.working_copy), step, probed, scale)
 
@@ -240,9 +248,9 @@ class KVSession:
         for row in step.rows:
             start, prompt_len = step.start[row], torch.tensor(self.prompt_len[row : row + 1])
             rngs = self._rngs[row : row + 1]
-            mask = self.policy.probe(start, start + width, prompt_len, step.phase, rngs.__getitem__)
+            mask = self.policy.probe(start, start + step.new[row], prompt_len, step.phase, rngs.__getitem__)
             if mask is not None:
-                probed[row] = mask[0]
+                probed[row, : step.new[row]] = mask[0]
         return probed.to(self.loaded.model.device) if bool(probed.any()) else None
 
     def _attend_sliding(
@@ -278,12 +286,18 @@ class KVSession:
         allowed = [self._allowed(row) for row in range(len(room))]
         layers = list(self.layers.values())
         shift = self._compact_shift()
+        frozen = sorted({*range(len(room))} - {*self.active})
         for layer in layers:
             layer.table.cover([seen + n for seen, n in zip(layer.seq_len, room, strict=True)])
         for group in [layers] if self.policy.scope == "model" else [[layer] for layer in layers]:
             share = None if None in allowed else [(n or 0) * len(group) // len(layers) for n in allowed]
             cost = PlacementCost(group, room, share, self.budget.everything)
-            placements = self.policy.place([layer.view() for layer in group], cost)
+            views = [layer.view() for layer in group]
+            held = [{name: column.clone() for name, column in view.columns.items()} for view in views if frozen]
+            placements = self.policy.place(views, cost)
+            for view, columns in zip(views, held, strict=False):
+                for name, column in columns.items():
+                    view.columns[name][frozen] = column[frozen]
             for layer, placement in zip(group, placements, strict=True):
                 self._carry_out(layer, placement, room)
         for row in self.active:

@@ -283,6 +283,11 @@ class Task(ABC):
         """Strings that end an answer; () = only the model's own EOS."""
 
     @property
+    def min_new_tokens(self) -> int:
+        """Before so many tokens the model's EOS does not end an answer: it is never chosen."""
+        return 0
+
+    @property
     @abstractmethod
     def subsets(self) -> tuple[str, ...]:
         """Names of the parts, in the order in which `examples` yields them."""

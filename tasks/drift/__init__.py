@@ -12,8 +12,8 @@ only the context holds: that is the test of recovery. Distances depend on the tu
 compare methods at a distance, or with FullKV at the same, rather than distances with each other.
 
 Score: the value occurs (string_match_all of qevict_bench.metrics) in the first line of the answer, within its first 32
-characters; a list of guesses, or a code met while writing on, is no answer. Nothing but `max_new_tokens` or the model's
-EOS ends an answer: how much was written stands in the rows (new_tokens).
+characters; a list of guesses, or a code met while writing on, is no answer. Every answer has `max_new_tokens`: models
+would end some after a line, and the number of routing events would hang on what they happen to say.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Drift(Task):
     reasked: float = 0.5
     """Chance that a revisit asks for the needle of its topic that was asked last, 0..1."""
     max_new_tokens: int = 256
-    """Tokens of every answer: 8 x 256 are 2048 decode steps."""
+    """Tokens of every answer, the model's EOS is not chosen: 8 x 256 are 2048 decode steps."""
 
     def __post_init__(self) -> None:
         bounds = {
@@ -81,6 +81,10 @@ class Drift(Task):
                 f"distances={list(self.distances)} cannot all occur, and no other, in turns={self.turns} on "
                 f"topics={self.topics}; use more turns or topics, or distances=[1,2,4]"
             )
+
+    @property
+    def min_new_tokens(self) -> int:
+        return self.max_new_tokens
 
     @property
     def nominal_length(self) -> int:
