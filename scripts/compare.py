@@ -102,6 +102,9 @@ def load(name: str, results_dir: Path, number: int) -> Run:
     found, _ = read_rows(path / "rows.jsonl")
     if not found:
         raise ValueError(f"{path} has no rows; give the folder of a run that has begun")
+    if not any(row.metrics for row in found.values()) and any(row.status == "ok" for row in found.values()):
+        task = next(iter(found.values())).task
+        raise ValueError(f"{path} has no scores (task={task}); compare the NLL in the tables of run.py")
     try:
         config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
         if not isinstance(config, dict) or not {"model", "task", "protocol", "reference", "method"} <= config.keys():

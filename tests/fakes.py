@@ -163,6 +163,7 @@ def generate(
     max_new_tokens: Sequence[int],
     stop: tuple[str, ...],
     min_new_tokens: int,
+    readings: Any = None,
     protocol: Protocol,
     seed: int,
     example_ids: Sequence[str],
@@ -232,7 +233,7 @@ def measure(loaded: Any, policy: FakePolicy, *args: Any, example_ids: Sequence[s
     ]
 
 
-ENGINE = Engine(generate, converse, measure, lambda loaded: GEOMETRY)
+ENGINE = Engine(generate, converse, measure, lambda loaded: GEOMETRY, lambda: None)
 
 
 def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:

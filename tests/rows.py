@@ -71,7 +71,7 @@ def row(subset: str = "easy", index: int = 0, score: float | None = 1.0, **chang
         "matched": True,
         "bytes": {"mean": 1000 * share, "workspace": 0.0, "host": 0.0},
         "fractions": dict.fromkeys(names, share),
-        "metrics": {},
+        "metrics": {"match": score} if ok else None,
         "knobs": {},
         "tier_units": {},
         "needle_fate": {},

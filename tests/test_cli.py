@@ -103,6 +103,8 @@ MISTAKES = [
     ("method=criticalkv method.eps=nan", "method.*eps=nan: .*eps in .0, 1000."),
     ("protocol=multi_query protocol.mode=go", "protocol.mode=go is unknown; choose one of reset, continue"),
     ("protocol.mode=continue", "protocol.mode=continue .*multi_query"),
+    ("task=perplexity", "task=perplexity does not judge answers: its figure is the NLL, set metrics.fidelity=true"),
+    ("task=drift task.source=hub", "task.*source='hub' is unknown; conversations can only be generated"),
     ("first_token=last", "first_token=last is unknown; choose one of compressed, full"),
     ("split=train", "split=train is unknown; choose one of test, dev"),
     ("resume=maybe", "resume=maybe is unknown; choose one of continue, restart"),

@@ -207,6 +207,7 @@ def test_only_the_opening_of_an_answer_counts(prediction: str, score: int) -> No
     ("changed", "message"),
     [
         ({"context_length": 511}, "context_length=511 is out of range; use 512 to 131072"),
+        ({"source": "hub"}, "source='hub' is unknown; conversations can only be generated: use generate"),
         ({"turns": 5}, "turns=5 is out of range; use 6 to 10"),
         ({"topics": 11}, "topics=11 is out of range; use 2 to 10"),
         ({"reasked": 1.5}, "reasked=1.5 is out of range; use 0 to 1"),

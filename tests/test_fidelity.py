@@ -18,11 +18,12 @@ from torch import Tensor
 
 from methods.full_kv import FullKV
 from methods.qevict import QEvict
+from methods.random import Random
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from qevict_bench import attention, fidelity, streams
 from qevict_bench.budget import Budget, Geometry
-from qevict_bench.engine import read
+from qevict_bench.engine import Generation, Readings, generate, read
 from qevict_bench.fidelity import compare, measure
 from qevict_bench.models import LoadedModel, ModelSpec
 from qevict_bench.policy import KVPolicy
@@ -215,6 +216,35 @@ def test_a_row_is_what_it_is_alone(policy: KVPolicy, budget: Budget, protocol: P
     for each, prompt, gold in zip(together, prompts, golds, strict=True):
         [alone] = measured(tmp_path, policy, budget, [prompt], [gold], protocol=protocol, max_tokens=20)
         assert alone == pytest.approx(each, abs=1e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC], ids=["aware", "agnostic"])
+@pytest.mark.parametrize("policy", [SnapKV(window=16), QEvict(recent=16), Random()], ids=lambda p: p.name)
+def test_what_generation_has_read_is_not_read_again(
+    policy: KVPolicy, protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing changes, neither answers nor measures, and every prompt is read once; but for answers too short."""
+    prompts, names = prompts_of(90, 161, 120), ["90", "161", "120"]
+    common: dict[str, Any] = {"protocol": protocol, "seed": 0, "example_ids": names}
+    budget, num_read = Budget("0.5"), []
+    read = KVSession.prefill
+    monkeypatch.setattr(
+        KVSession, "prefill", lambda self, ids, chunk: num_read.append(len(ids)) or read(self, ids, chunk)
+    )
+
+    def both(new: int, readings: dict[str, Readings]) -> tuple[list[Generation], list[dict[str, float]]]:
+        limits = [new] * 3
+        made = generate(engine(), policy, budget, prompts, max_new_tokens=limits, stop=(), **common, **readings)
+        found = measured(tmp_path, policy, budget, prompts, max_new_tokens=limits, protocol=protocol, **readings)
+        return [replace(each, ttft_s=0.0, decode_s=0.0) for each in made], found
+
+    both(16, {})  # FullKV's side is stored
+    for new, times in ((16, 1), (5, 2)):  # streams of 12 tokens need more room than answers of 5
+        num_read.clear()
+        apart, in_all = both(new, {}), sum(num_read)
+        num_read.clear()
+        assert both(new, {"readings": Readings()}) == apart
+        assert (in_all, sum(num_read)) == (6, 3 * times)
 
 
 @dataclass(frozen=True)

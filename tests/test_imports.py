@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"kernels", "policy", "rope", "slots", "store"},
     "tiny": set(),
     "cache": set(),
+    "hub": set(),
     "weights": {"cache"},
     "models": {"budget", "cache", "tiny", "weights"},
     "trace": {"budget"},
@@ -51,6 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "standing": {"results", "rows"},
     "terminal": set(),
     "statistics": set(),
+    "diagnostics": {"policy"},
+    "agreement": {"diagnostics"},
     "comparison": {"rows", "statistics"},
     "alarms": {"comparison", "rows", "statistics"},
     "closing": {"alarms", "comparison", "statistics", "summary"},
@@ -59,7 +62,7 @@ METHODS_MAY_IMPORT = {
     f"qevict_bench.{name}"
     for name in ("policy", "observing", "scoring", "selection", "routing", "fitting", "codecs", "nuq", "budget")
 }
-TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache"}
+TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache", "qevict_bench.hub"}
 HYDRA = {"hydra", "omegaconf"}
 OURS = ("qevict_bench", "methods", "tasks", "run", "scripts", "tests")
 

@@ -112,6 +112,7 @@ def test_score() -> None:
         ({"depths": (0, 0)}, r"depths=\[0, 0\]: .*none of them twice"),
         ({"depths": (50,)}, r"depths=\[50\]: 50 is out of range; use 0 to 1"),
         ({"depths": (0.1, 0.100000001)}, "too close to be told apart"),
+        ({"source": "hub"}, "source='hub' is unknown; needles can only be generated: use generate"),
     ],
 )
 def test_mistaken_fields_are_refused(changed: dict[str, Any], message: str) -> None:

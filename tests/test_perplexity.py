@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -14,9 +16,12 @@ from conftest import spec_of
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from processes import made_elsewhere
+from rows import FACTS, FULL, row
 from small_tokenizers import byte_tokenizer, merging_tokenizer
 from transformers import AutoTokenizer
 
+from qevict_bench.closing import render
+from qevict_bench.summary import Summary, summarize
 from qevict_bench.task import Example, Prompter
 from tasks.perplexity import Perplexity
 from tasks.perplexity.chronicle import sentences
@@ -86,7 +91,7 @@ def test_facts_of_the_chronicle_come_back() -> None:
 @pytest.mark.parametrize("split", ["test", "dev"])
 def test_windows_of_a_file_follow_on_each_other(tmp_path: Path, split: str) -> None:
     path = text_file(tmp_path)
-    task = Perplexity(context_length=600, new_tokens=100, text_file=str(path))
+    task = Perplexity(context_length=600, new_tokens=100, source="local", text_file=str(path))
     words = path.read_text().split()
     both = {name: made(task, 99, split=name) for name in ("test", "dev")}
     read = [[f"{example.context} {example.gold}".split() for example in both[name]] for name in ("test", "dev")]
@@ -112,10 +117,10 @@ def test_every_process_makes_the_same() -> None:
 
 def test_fingerprint_follows_the_file(tmp_path: Path) -> None:
     path = text_file(tmp_path)
-    before = Perplexity(text_file=str(path)).fingerprint()
-    assert before == Perplexity(text_file=str(path)).fingerprint() != Perplexity().fingerprint()
+    before = Perplexity(source="local", text_file=str(path)).fingerprint()
+    assert before == Perplexity(source="local", text_file=str(path)).fingerprint() != Perplexity().fingerprint()
     path.write_text(path.read_text() + "more")
-    assert Perplexity(text_file=str(path)).fingerprint() != before
+    assert Perplexity(source="local", text_file=str(path)).fingerprint() != before
 
 
 def test_the_score_says_nothing() -> None:
@@ -124,11 +129,56 @@ def test_the_score_says_nothing() -> None:
     assert TASK.metrics(example.gold, example) == {}
 
 
+def summary_of(**changes: Any) -> Summary:
+    """Of a run of this task on examples whose NLL is 0, 1, 2 ... and was half of that with FullKV."""
+    common = {"metrics": {}, "stop": "length", "prediction": "", "score": 0.0, **changes}
+    mine = [row(index=i, fidelity=fidelity(i), **common) for i in range(12)]
+    return summarize(mine, [row(index=i, **FULL, **common) for i in range(12)], FACTS)
+
+
+def fidelity(nll: float) -> dict[str, float]:
+    return {"gold.tokens": 48.0, "gold.kl_first": 0.0, "gold.nll": nll, "gold.nll_change": nll / 2}
+
+
+def test_the_table_shows_the_likelihood_and_no_score() -> None:
+    summary = summary_of()
+    assert not summary.scored
+    assert (summary.scores, summary.macro, summary.subsets, summary.overall) == ({}, None, {}, None)
+    assert not summary.alarms
+    text = render(summary)
+    assert "  NLL in nats per token: FullKV 2.7500, qevict 5.5000, difference +2.7500  [" in text
+    assert f"  perplexity, exp(NLL): FullKV {math.exp(2.75):.2f}, qevict {math.exp(5.5):.2f}" in text
+    assert "12 examples, 48 tokens of each (metrics.fidelity_tokens)" in text
+    assert not re.search(r"floor|wins/ties|No example|macro", text)
+    assert "score=n/a full_kv=n/a diff=[n/a,n/a] memory=0.200" in text.splitlines()[-1]
+    assert summary.to_json()["reference_macro"] is None
+
+
+def test_the_table_says_how_to_get_the_likelihood() -> None:
+    summary = replace(summary_of(), fidelity={})
+    assert "Answers to this task are not scored; metrics.fidelity=true measures how likely its text is" in render(
+        summary
+    )
+
+
+def test_alarms_that_are_not_of_answers_stay() -> None:
+    assert [alarm.kind for alarm in summary_of(matched=False, truncated_tokens=3).alarms] == ["unmatched", "truncated"]
+
+
+def test_a_task_with_metrics_keeps_its_scores_of_0() -> None:
+    summary = summary_of(metrics={"match": 0.0})
+    assert summary.scored
+    assert (summary.macro, {alarm.kind for alarm in summary.alarms}) == (0.0, {"empty", "length", "floor", "identical"})
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"context_length": 63}, "context_length=63 is out of range; use 64 to 131072 tokens"),
         ({"new_tokens": 1}, "new_tokens=1 is out of range; use 2 to 8192 tokens"),
+        ({"source": "hub"}, "source='hub' is unknown; use generate, or local with a text_file"),
+        ({"source": "local"}, "text_file is empty, but source=local needs it; set task.text_file"),
+        ({"text_file": "x"}, "text_file='x' is not used with source=generate; set task.source=local"),
     ],
 )
 def test_mistaken_fields_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -142,13 +192,13 @@ def test_mistaken_requests_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="split='train' is not to be had; use test or dev"):
         made(split="train")
     with pytest.raises(ValueError, match=r"text_file=.*none.txt cannot be read .*; give a UTF-8 text file"):
-        Perplexity(text_file=str(tmp_path / "none.txt")).fingerprint()
+        Perplexity(source="local", text_file=str(tmp_path / "none.txt")).fingerprint()
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match="bytes.txt cannot be read"):
-        made(Perplexity(text_file=str(tmp_path / "bytes.txt")))
+        made(Perplexity(source="local", text_file=str(tmp_path / "bytes.txt")))
     short = text_file(tmp_path, 50)
     with pytest.raises(ValueError, match="has 50 words, too few for split=test; give a longer text, or a smaller"):
-        made(Perplexity(text_file=str(short)))
+        made(Perplexity(source="local", text_file=str(short)))
 
 
 def test_yaml_takes_the_length_of_the_profile() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hub_sets
 import pytest
 from small_tokenizers import merging_tokenizer
 
@@ -247,26 +248,13 @@ def _rows(subset: str, count: int, length: int = 60) -> list[dict[str, Any]]:
 
 
 def _write_hub(folder: Path, files: dict[str, tuple[str, list[dict[str, Any]]]]) -> None:
-    """`files`: configuration -> (split, rows), as parquet files listed in the card of the set."""
-    import pandas
-
-    lines = ["---", "configs:"]
-    for name, (split, rows) in files.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        pandas.DataFrame(rows).to_parquet(folder / name / f"{split}-00000-of-00001.parquet")
-        lines += [f"- config_name: '{name}'", "  data_files:", f"  - split: {split}", f"    path: {name}/{split}-*"]
-    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    """`files`: configuration -> (split, rows)."""
+    hub_sets.write(folder, {name: {split: rows} for name, (split, rows) in files.items()})
 
 
 @pytest.fixture
 def hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    import datasets
-
-    from tasks.ruler import hub
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    for function in (hub._configurations, hub._load):
-        function.cache_clear()
+    hub_sets.no_network(monkeypatch, tmp_path)
     return tmp_path / "set"
 
 
@@ -306,14 +294,23 @@ def test_the_fingerprint_follows_the_rows(hub_set: Path, tmp_path: Path) -> None
     assert _hub(tmp_path / "changed", "vt").fingerprint() != before
 
 
+@pytest.mark.usefixtures("hub_set")
+def test_without_a_network_the_message_holds_the_command() -> None:
+    command = "`hf download simonjegou/ruler --repo-type dataset --local-dir DIR`"
+    for hub_id in ("simonjegou/ruler", "/nowhere/at/all"):
+        with pytest.raises(ValueError, match=f"^hub_id='{hub_id}' is no folder here.*{command}.*task.hub_id=DIR$"):
+            _hub(Path(hub_id), "vt").fingerprint()
+
+
 def test_mistaken_sets_are_named(hub_set: Path, tmp_path: Path) -> None:
     _write_hub(hub_set, {"4096": ("test", _rows("vt", 2))})
     with pytest.raises(ValueError, match="has no vt at context_length=8192; its configurations: 4096"):
         _hub(hub_set, "vt", length=8192).fingerprint()
     with pytest.raises(ValueError, match=r"has no row of cwe; take it out of task\.subsets"):
         _hub(hub_set, "cwe").fingerprint()
-    with pytest.raises(ValueError, match="hub_id='.*nowhere' cannot be loaded .*or give the path of a local copy"):
-        _hub(tmp_path / "nowhere", "vt").fingerprint()
+    _write_hub(tmp_path / "train", {"4096": ("train", _rows("vt", 2))})
+    with pytest.raises(ValueError, match="hub_id='.*', 4096 has no split test, only train"):
+        _hub(tmp_path / "train", "vt").fingerprint()
     rows = [{**row, "answer": "v"} for row in _rows("vt", 2)]
     _write_hub(tmp_path / "bad", {"4096": ("test", rows)})
     with pytest.raises(ValueError, match="vt, row 0: answer is 'v'; it must be a non-empty list"):

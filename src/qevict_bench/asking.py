@@ -48,14 +48,14 @@ class Job:
 @dataclass(frozen=True)
 class Engine:
     """The functions of the engine that runs call: engine.generate, conversation.converse, fidelity.measure,
-    session.geometry_of. Tests
-    put in others.
+    session.geometry_of, engine.Readings. Tests put in others.
     """
 
     generate: Generate
     converse: Converse
     fidelity: Measure
     geometry_of: Callable[[LoadedModel], Geometry]
+    readings: Callable[[], Any]
 
 
 class Ready(NamedTuple):
@@ -81,7 +81,18 @@ class Asking:
     protocol: Protocol
     task: Task
 
-    def generations(self, job: Job, prompter: Prompter, ready: Sequence[Ready]) -> Sequence[Generation]:
+    def answers(
+        self, job: Job, prompter: Prompter, ready: Sequence[Ready]
+    ) -> tuple[Sequence[Generation], Sequence[dict[str, float] | None]]:
+        """Generation and fidelity (None if it is not asked for) of every example."""
+        if not job.metrics.fidelity:
+            return self._generations(job, prompter, ready, {}), [None] * len(ready)
+        readings = {"readings": self.engine.readings()}  # both read the same prompts
+        return self._generations(job, prompter, ready, readings), self._fidelity(job, prompter, ready, readings)
+
+    def _generations(
+        self, job: Job, prompter: Prompter, ready: Sequence[Ready], readings: dict[str, Any]
+    ) -> Sequence[Generation]:
         common: dict[str, Any] = {
             "stop": self.task.stop,
             "min_new_tokens": self.task.min_new_tokens,
@@ -97,6 +108,7 @@ class Asking:
                 max_new_tokens=[member.example.max_new_tokens for member in ready],
                 example_ids=[member.example.id for member in ready],
                 **common,
+                **readings,
             )
         conversations = [
             list(turns) for _, turns in groupby(ready, key=lambda member: conversation(member.row, self.task))
@@ -114,9 +126,9 @@ class Asking:
         )
         return [generation for turns in made for generation in turns]
 
-    def fidelity(self, job: Job, prompter: Prompter, ready: Sequence[Ready]) -> Sequence[dict[str, float] | None]:
-        if not job.metrics.fidelity:
-            return [None] * len(ready)
+    def _fidelity(
+        self, job: Job, prompter: Prompter, ready: Sequence[Ready], readings: dict[str, Any]
+    ) -> Sequence[dict[str, float]]:
         return self.engine.fidelity(
             self.loaded,
             job.policy,
@@ -129,4 +141,5 @@ class Asking:
             seed=self.settings.seed,
             example_ids=[member.example.id for member in ready],
             max_tokens=job.metrics.fidelity_tokens,
+            **readings,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import exp
 from textwrap import wrap
 
 from qevict_bench import alarms
@@ -66,6 +67,8 @@ def _scores(summary: Summary) -> list[str]:
             f"Nothing could be run: all {summary.num_infeasible} examples are infeasible at budget {summary.budget}.",
             *_wrapped(summary.problem),
         ]
+    if not summary.scored:
+        return _likelihood(summary)
     if summary.overall is None:
         return ["No example is ok in both runs: there are no scores to compare."]
     macro = [("macro, all subsets", summary.overall)]
@@ -97,6 +100,22 @@ def _score_line(name: str, comparison: Comparison, width: int, own: int, star: s
         f"{name:{width}}  {comparison.num_pairs:5}  {comparison.reference:6.1f}  {comparison.score:{own}.1f}  "
         f"{_interval(comparison.diff):<25}{star:<1} {', '.join(marks)}"
     ).rstrip()
+
+
+def _likelihood(summary: Summary) -> list[str]:
+    """The result of a task without a score."""
+    found = summary.fidelity
+    if "gold.nll" not in found:
+        return ["Answers to this task are not scored; metrics.fidelity=true measures how likely its text is (NLL)."]
+    nll, change = found["gold.nll"].value, found["gold.nll_change"]
+    full, label, few = nll - change.value, summary.method[:16], f"  n < {FEW}" * (summary.num_examples < FEW)
+    return [
+        f"How likely the text is after its beginning: {summary.num_examples} examples, "
+        f"{found['gold.tokens'].value:.0f} tokens of each (metrics.fidelity_tokens)",
+        f"  NLL in nats per token: FullKV {full:.4f}, {label} {nll:.4f}, difference {change.value:+.4f}  "
+        f"[{change.low:+.4f}, {change.high:+.4f}]{few}",
+        f"  perplexity, exp(NLL): FullKV {exp(full):.2f}, {label} {exp(nll):.2f}",
+    ]
 
 
 def _memory(summary: Summary) -> list[str]:

@@ -65,9 +65,11 @@ def generate(
     example_ids: Sequence[str],
     prefill_chunk: int = 1024,
     working_copy: bool = True,
+    readings: Readings | None = None,
 ) -> list[Generation]:
     """Greedy continuation of every prompt alone, at most its `max_new_tokens`, ended by the model's EOS or a stop
     string; the EOS has probability 0 before `min_new_tokens`. The protocol says where prompts are cut and compressed.
+    `readings` keeps what was read for fidelity.measure.
 
     Raises BudgetExceeded, Infeasible, or ValueError for prompts that are longer than the model's context or cannot be
     cut.
@@ -82,20 +84,60 @@ def generate(
         batches.setdefault((fitted, len(steps[i])), []).append(i)
     done: dict[int, Generation] = {}
     for (fitted, _), members in batches.items():
-        session = KVSession(
+        begin = time.perf_counter()
+        session, logits = (readings or Readings(kept=False)).open(
             loaded,
             fitted,
             budget,
-            len(members),
-            max_new=[lengths(steps[i], max_new_tokens[i])[1] for i in members],
-            seeds=[f"{seed}/{example_ids[i]}" for i in members],
-            working_copy=working_copy,
+            [steps[i] for i in members],
+            [max_new_tokens[i] for i in members],
+            [f"{seed}/{example_ids[i]}" for i in members],
+            protocol.first_token,
+            prefill_chunk,
+            working_copy,
         )
-        begin = time.perf_counter()
-        logits = read(session, [steps[i] for i in members], protocol.first_token, prefill_chunk)
         asked = {row: Asked(prompts[i], max_new_tokens[i]) for row, i in enumerate(members)}
         done.update(zip(members, answer(session, logits, asked, stop, min_new_tokens, begin), strict=True))
     return [done[i] for i in range(len(prompts))]
+
+
+class Readings:
+    """Prompts that were read, `kept` for one more use: answers and fidelity need not both read them."""
+
+    def __init__(self, kept: bool = True) -> None:
+        self._kept: dict[Any, tuple[KVSession, Tensor]] | None = {} if kept else None
+
+    def open(
+        self,
+        loaded: LoadedModel,
+        policy: KVPolicy,
+        budget: Budget,
+        steps: Sequence[Steps],
+        new_tokens: Sequence[int],
+        seeds: Sequence[str],
+        first_token: str,
+        chunk: int,
+        working_copy: bool = True,
+    ) -> tuple[KVSession, Tensor]:
+        """A session whose rows have read their `steps`, with room for so many new tokens, and its logits [B, V]."""
+        key = (
+            loaded.fingerprint,
+            policy,
+            budget,
+            *map(tuple, (steps, new_tokens, seeds)),
+            first_token,
+            chunk,
+            working_copy,
+        )
+        if self._kept is not None and key in self._kept:
+            return self._kept.pop(key)
+        max_new = [lengths(each, new)[1] for each, new in zip(steps, new_tokens, strict=True)]
+        how: dict[str, Any] = {"max_new": max_new, "seeds": seeds, "working_copy": working_copy}
+        session = KVSession(loaded, policy, budget, len(steps), **how)
+        logits = read(session, steps, first_token, chunk)
+        if self._kept is not None:
+            self._kept[key] = session.fork(), logits
+        return session, logits
 
 
 class Asked(NamedTuple):

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from qevict_bench.budget import Budget
-from qevict_bench.engine import QUERY_AWARE, check_length, read
+from qevict_bench.engine import QUERY_AWARE, Readings, check_length
 from qevict_bench.environment import code_hash, cpu_name
 from qevict_bench.models import LoadedModel
-from qevict_bench.policy import Allowance, Cadence, KVPolicy, LayerView, Placement
+from qevict_bench.policy import KVPolicy
 from qevict_bench.protocol import Protocol, Steps, lengths
-from qevict_bench.selection import keep_all
+from qevict_bench.selection import KeepEverything
 from qevict_bench.session import KVSession, geometry_of
 from qevict_bench.streams import Predictions, joined, kl_divergence, load, looping, most_probable, predict, save
 from qevict_bench.task import Prompt
@@ -41,6 +41,7 @@ from qevict_bench.task import Prompt
 Stream = Literal["gold", "full_kv"]
 STREAMS: tuple[Stream, ...] = ("gold", "full_kv")
 MAX_TOKENS = 48
+_UNKEPT = Readings(kept=False)
 
 Teacher = Callable[[int, int, Tensor], tuple[int, Tensor, bool]]
 """(row, index, logits [V]) -> the stream's token there, the ids [K] to keep apart, whether the stream ends with it."""
@@ -70,18 +71,6 @@ class Fidelity:
     def metrics(self) -> dict[str, float]:
         """As numbers by name; what is None is left out."""
         return {name: float(value) for name, value in asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class _FullKV(KVPolicy):
-    """The reference; methods are not known here."""
-
-    @property
-    def cadence(self) -> Cadence:
-        return Cadence()
-
-    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
-        return [keep_all(view) for view in views]
 
 
 def compare(full: Predictions, method: Predictions) -> Fidelity:
@@ -135,13 +124,25 @@ class _Batch:
         )
 
     def session(
-        self, policy: KVPolicy, budget: Budget, rows: Sequence[int], room: Sequence[int], seeds: Sequence[str]
+        self,
+        policy: KVPolicy,
+        budget: Budget,
+        rows: Sequence[int],
+        room: Sequence[int],
+        seeds: Sequence[str],
+        readings: Readings,
     ) -> tuple[KVSession, Tensor]:
         """A session that has read the prompts of `rows`, with room for so many tokens each, and its logits [B, V]."""
-        max_new = [lengths(self.steps[row], room[row])[1] for row in rows]
-        names = [seeds[row] for row in rows]
-        session = KVSession(self.loaded, policy, budget, len(rows), max_new=max_new, seeds=names)
-        return session, read(session, [self.steps[row] for row in rows], self.first_token, self.chunk)
+        return readings.open(
+            self.loaded,
+            policy,
+            budget,
+            [self.steps[row] for row in rows],
+            [room[row] for row in rows],
+            [seeds[row] for row in rows],
+            self.first_token,
+            self.chunk,
+        )
 
 
 @cache
@@ -165,6 +166,7 @@ def measure(
     streams: Sequence[Stream] = STREAMS,
     max_tokens: int = MAX_TOKENS,
     prefill_chunk: int = 1024,
+    readings: Readings = _UNKEPT,
 ) -> list[dict[str, float]]:
     """Fidelity of every example, its names headed by the stream's: {"gold.kl": 0.02, "full_kv.tokens": 48.0, ...}.
 
@@ -173,6 +175,7 @@ def measure(
     fitted for `max_new_tokens`, as in generation, or for the longest stream where that is longer. `folder` keeps
     FullKV's predictions; a file that is missing, damaged or of another origin is made (again).
 
+    `readings` may hold the prompts as generation read them.
     With multi_query every question is read alone, with its own context. Raises ValueError for mode=continue, for
     prompts longer than the model's context, and what `generate` raises.
     """
@@ -203,7 +206,8 @@ def measure(
         )
         names = [f"{seed}/{example_ids[i]}" for i in part]
         new = [max_new_tokens[i] for i in part]
-        for i, found in zip(part, _measured(batch, policy, budget, new, names, streams, folder), strict=True):
+        measured = _measured(batch, policy, budget, new, names, streams, folder, readings)
+        for i, found in zip(part, measured, strict=True):
             metrics[i] |= found
     return metrics
 
@@ -216,6 +220,7 @@ def _measured(
     seeds: Sequence[str],
     streams: Sequence[Stream],
     folder: Path,
+    readings: Readings,
 ) -> list[dict[str, float]]:
     loaded, steps = batch.loaded, batch.steps
     full = _full_kv(batch, streams, folder)
@@ -230,7 +235,7 @@ def _measured(
         groups.setdefault(policy.fit(budget, geometry_of(loaded), *lengths(steps[i], num)), []).append(i)
     metrics: list[dict[str, float]] = [{} for _ in steps]
     for fitted, members in groups.items():
-        session, logits_BV = batch.session(fitted, budget, members, room, seeds)
+        session, logits_BV = batch.session(fitted, budget, members, room, seeds, readings)
         for stream, branch in _branches(session, streams):
             taught = {row: full[i][stream] for row, i in enumerate(members) if stream in full[i]}
             for row, found in _follow(branch, logits_BV, list(taught), _same_as(taught)).items():
@@ -255,7 +260,8 @@ def _full_kv(batch: _Batch, streams: Sequence[Stream], folder: Path) -> list[dic
     if not missing:
         return full
     rows = range(len(batch.steps))
-    session, logits_BV = batch.session(_FullKV(), Budget("1.0"), rows, batch.limits, [str(row) for row in rows])
+    names = [str(row) for row in rows]
+    session, logits_BV = batch.session(KeepEverything(), Budget("1.0"), rows, batch.limits, names, _UNKEPT)
     for stream, branch in _branches(session, list(missing)):
         follow = _gold(batch.golds) if stream == "gold" else _greedy(batch.limits, batch.loaded.eos_ids)
         present = [row for row in rows if stream == "full_kv" or batch.golds[row]]

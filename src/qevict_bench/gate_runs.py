@@ -10,7 +10,7 @@ Shapes: B rows, H KV heads, U units, C ledger columns, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from qevict_bench.budget import Budget, Infeasible
 from qevict_bench.models import LoadedModel
-from qevict_bench.policy import Allowance, Cadence, KVPolicy, LayerView, Placement
+from qevict_bench.policy import KVPolicy
 from qevict_bench.restored import worst
-from qevict_bench.selection import keep_all
+from qevict_bench.selection import KeepEverything
 from qevict_bench.session import KVSession, geometry_of
 from qevict_bench.witness import Witness, known_before
 
@@ -51,18 +51,6 @@ def affordable(loaded: LoadedModel, policy: KVPolicy, budget: Budget) -> Budget:
         else:
             return candidate
     raise refusals[0]
-
-
-@dataclass(frozen=True)
-class _Everything(KVPolicy):
-    """FullKV."""
-
-    @property
-    def cadence(self) -> Cadence:
-        return Cadence()
-
-    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
-        return [keep_all(view) for view in views]
 
 
 class Run(NamedTuple):
@@ -98,7 +86,7 @@ class Runs:
 
     @cached_property
     def full(self) -> Run:
-        return drive(self.open(_Everything(), EVERYTHING, self.prompt), [self.prompt], self.tokens)
+        return drive(self.open(KeepEverything(), EVERYTHING, self.prompt), [self.prompt], self.tokens)
 
     @cached_property
     def everything(self) -> Run:

@@ -47,11 +47,11 @@ class Bench:
         if self._custom_engine is not None:
             return self._custom_engine
         from qevict_bench.conversation import converse  # seconds of imports that a finished run does not need
-        from qevict_bench.engine import generate
+        from qevict_bench.engine import Readings, generate
         from qevict_bench.fidelity import measure
         from qevict_bench.session import geometry_of
 
-        return Engine(generate, converse, measure, geometry_of)
+        return Engine(generate, converse, measure, geometry_of, Readings)
 
     @cached_property
     def _loaded(self) -> LoadedModel:
@@ -191,8 +191,7 @@ class Bench:
         if self._protocol.mode == "continue":
             rows, ready = self._whole_conversations(rows, ready)
         try:
-            generations = self._asking.generations(job, prompter, ready) if ready else []
-            measured = self._asking.fidelity(job, prompter, ready) if ready else []
+            generations, measured = self._asking.answers(job, prompter, ready) if ready else ([], [])
         except Exception as error:  # the run goes on without these examples
             whom = f" (batch {ready[0].example.id} .. {ready[-1].example.id})" if len(ready) > 1 else ""
             rows += [_problem(member.row, error, whom) for member in ready]

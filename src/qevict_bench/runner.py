@@ -131,6 +131,10 @@ def make_plan(cfg: DictConfig) -> Plan:
             "and for the method; use protocol.mode=reset"
         )
     task: Task = _build(cfg.task, "task.")
+    if not (task.scored or metrics.fidelity):
+        raise ValueError(f"task={task.name} does not judge answers: its figure is the NLL, set metrics.fidelity=true")
+    with naming(type(task), "task."):
+        data = task.fingerprint()
     if settings.split not in task.splits:
         raise ValueError(
             f"split={settings.split}: {task.name} with these settings has no such split; choose one of "
@@ -146,8 +150,6 @@ def make_plan(cfg: DictConfig) -> Plan:
         )
     policy = policy.prepare(model.name, model.fingerprint)
     reference_policy = reference_policy.prepare(model.name, model.fingerprint)
-    with naming(type(task), "task."):
-        data = task.fingerprint()
     fingerprints = {"model": [model.fingerprint, spec.chat], "task": [_identity(task), data]}
 
     def job(

@@ -1,4 +1,4 @@
-"""Pure functions from scores and bytes to tier maps.
+"""Pure functions from scores and bytes to tier maps, and the method that moves nothing.
 
 Shapes: B rows, H table heads (1 if all KV heads share the units), U units. Lists of tensors have one entry per layer.
 """
@@ -6,6 +6,7 @@ Shapes: B rows, H table heads (1 if all KV heads share the units), U units. List
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qevict_bench.budget import Budget, Geometry, Infeasible
-from qevict_bench.policy import EVICTED, FULL, Allowance, LayerView, Placement
+from qevict_bench.policy import EVICTED, FULL, Allowance, Cadence, KVPolicy, LayerView, Placement
 
 
 def rank(score_BHU: Tensor, candidate_BHU: Tensor) -> Tensor:
@@ -119,6 +120,18 @@ def level(counts: Sequence[int], available: Sequence[int], total: int) -> list[i
 def keep_all(view: LayerView) -> Placement:
     """Nothing moves."""
     return Placement(view.tier_BHU)
+
+
+@dataclass(frozen=True)
+class KeepEverything(KVPolicy):
+    """FullKV, as what others are compared with."""
+
+    @property
+    def cadence(self) -> Cadence:
+        return Cadence()
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        return [keep_all(view) for view in views]
 
 
 def unless_fits(view: LayerView, allowance: Allowance, tier_BHU: Tensor) -> Placement:

@@ -16,6 +16,9 @@ from qevict_bench.comparison import Comparison, Pair, compare, pair, points
 from qevict_bench.rows import Row
 from qevict_bench.statistics import Interval, bootstrap
 
+_OF_ANSWERS = ("identical", "empty", "length")
+"""Alarms that say nothing where answers are not judged."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -65,10 +68,11 @@ class Facts:
 class Summary:
     """What summary.json holds. Figures that need an ok example are None (null) while there is none.
 
-    `scores` and `macro` are the method's over its own ok examples; `subsets`, `adjusted`, `overall` and `above_floor`
-    are paired, as in comparison.Comparisons. `events` and moves are means per example. `matched`: every example's mean
-    bytes come as close to its allowance as the engine asks; `achieved` is the mean share of FullKV's bytes. `problem`
-    is the first error or infeasibility.
+    `scored` is False for a task without any metric of answers: its rows' score of 0 stands for nothing, so all that
+    comes of scores is left out, and `fidelity` is the result. `scores` and `macro` are the method's over its own ok
+    examples; `subsets`, `adjusted`, `overall` and `above_floor` are paired, as in comparison.Comparisons. `events` and
+    moves are means per example. `matched`: every example's mean bytes come as close to its allowance as the engine
+    asks; `achieved` is the mean share of FullKV's bytes. `problem` is the first error or infeasibility.
     """
 
     run_id: str
@@ -92,6 +96,7 @@ class Summary:
     num_errors: int
     num_infeasible: int
     problem: str
+    scored: bool
     scores: Mapping[str, float]
     macro: float | None
     subsets: Mapping[str, Comparison]
@@ -129,12 +134,13 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
     first = rows[0]
     good = [row for row in rows if row.status == "ok"]
     bad = [row for row in rows if row.status != "ok"]
+    scored = not good or any(row.metrics for row in good)
     pairs = pair(rows, reference_rows)
     all_pairs = [both for members in pairs.values() for both in members]
-    found = compare(pairs)
-    scores = {
-        name: fmean(points(r) for r in good if r.subset == name) for name in dict.fromkeys(r.subset for r in good)
-    }
+    found = compare(pairs if scored else {})
+    subsets = dict.fromkeys(row.subset for row in good) if scored else {}
+    scores = {name: fmean(points(row) for row in good if row.subset == name) for name in subsets}
+    alarms = alarms_of(rows, reference_rows, found, all_pairs)
     memory = _memory(good) if good else None
     return Summary(
         run_id=first.run_id,
@@ -158,6 +164,7 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
         num_errors=sum(row.status == "error" for row in bad),
         num_infeasible=sum(row.status == "infeasible" for row in bad),
         problem=bad[0].error if bad else "",
+        scored=scored,
         scores=scores,
         macro=fmean(scores.values()) if scores else None,
         subsets=found.subsets,
@@ -175,7 +182,7 @@ def summarize(rows: Sequence[Row], reference_rows: Sequence[Row], facts: Facts) 
         needle_fate=_means(good, lambda row: row.needle_fate),
         fidelity=_fidelity(good),
         timings=_timings(all_pairs),
-        alarms=tuple(alarms_of(rows, reference_rows, found, all_pairs)),
+        alarms=tuple(alarm for alarm in alarms if scored or alarm.kind not in _OF_ANSWERS),
     )
 
 

@@ -283,6 +283,11 @@ class Task(ABC):
         """Strings that end an answer; () = only the model's own EOS."""
 
     @property
+    def scored(self) -> bool:
+        """Whether answers are judged; if not, the fidelity of predictions is all there is."""
+        return True
+
+    @property
     def min_new_tokens(self) -> int:
         """Before so many tokens the model's EOS does not end an answer: it is never chosen."""
         return 0

@@ -46,6 +46,8 @@ class Drift(Task):
     stop: ClassVar[tuple[str, ...]] = ()
     subsets: ClassVar[tuple[str, ...]] = ("drift",)
 
+    source: str = "generate"
+    """Only "generate": conversations need no data."""
     context_length: int = 1024
     """Tokens of the context with one question, 512..131072. A conversation has turns x (max_new_tokens + some 50) more,
     and has to fit the model."""
@@ -61,6 +63,8 @@ class Drift(Task):
     """Tokens of every answer, the model's EOS is not chosen: 8 x 256 are 2048 decode steps."""
 
     def __post_init__(self) -> None:
+        if self.source != "generate":
+            raise ValueError(f"source={self.source!r} is unknown; conversations can only be generated: use generate")
         bounds = {
             "context_length": _LENGTHS,
             "turns": _TURNS,

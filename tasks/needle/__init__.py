@@ -40,8 +40,12 @@ class NeedleGrid(Task):
     """Tokens of prompt + answer, 256..131072 each; an example fills them up to the last sentence."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Share of the haystack before the needle, 0..1 each."""
+    source: str = "generate"
+    """Only "generate": needles need no data."""
 
     def __post_init__(self) -> None:
+        if self.source != "generate":
+            raise ValueError(f"source={self.source!r} is unknown; needles can only be generated: use generate")
         for field, (low, high) in {"lengths": _LENGTHS, "depths": (0, 1)}.items():
             values = getattr(self, field)
             if isinstance(values, str | int | float):

@@ -1,12 +1,13 @@
 """Perplexity: how well a long text is continued, token by token, on a compressed cache. Own design.
 
 An example is a window of a text: its first `context_length` tokens are the prompt, without any question, and what
-follows, `new_tokens` tokens, is `Example.gold`. One token is generated and not judged: `score` is 0 for every answer.
-The headline is the negative log-likelihood of the gold text that the fidelity track measures, in nats per token, one
-decode step per token (`nll` in a row's `fidelity`), and exp(nll) is the perplexity.
+follows, `new_tokens` tokens, is `Example.gold`. One token is generated and not judged. The result is the negative
+log-likelihood of the gold text that metrics.fidelity=true measures, in nats per token, one decode step per token
+(`gold.nll` in a row's `fidelity`; metrics.fidelity_tokens says of how many tokens), and exp(nll) is the perplexity.
 
-The text is a generated chronicle whose facts come back (tasks/perplexity/chronicle.py), or `text_file`. With a chat
-model the context is a user's message and the gold text the reply; `model.chat=plain` leaves the text as it is.
+The text is a generated chronicle whose facts come back (tasks/perplexity/chronicle.py), or a file (source "local").
+With a chat model the context is a user's message and the gold text the reply; `model.chat=plain` leaves the text as it
+is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -35,17 +36,28 @@ class Perplexity(Task):
     name: ClassVar[str] = "perplexity"
     prompt_source: ClassVar[str] = "own"
     stop: ClassVar[tuple[str, ...]] = ()
+    scored: ClassVar[bool] = False
     subsets: ClassVar[tuple[str, ...]] = ("text",)
 
     context_length: int = 1024
     """Tokens of the prompt, 64..131072; filled up to the last word."""
     new_tokens: int = 256
     """Tokens of the text that follows, 2..8192, up to the last word."""
+    source: str = "generate"
+    """"generate" or "local"."""
     text_file: str = ""
-    """A UTF-8 text to cut into windows; "" = generated ones. Windows follow on each other and do not overlap; every
+    """With source "local": a UTF-8 text to cut into windows, which follow on each other and do not overlap; every
     second one is of split "dev". The seed changes nothing."""
 
     def __post_init__(self) -> None:
+        if self.source not in ("generate", "local"):
+            raise ValueError(f"source={self.source!r} is unknown; use generate, or local with a text_file")
+        if self.source == "local" and not self.text_file:
+            raise ValueError("text_file is empty, but source=local needs it; set task.text_file")
+        if self.source != "local" and self.text_file:
+            raise ValueError(
+                f"text_file={self.text_file!r} is not used with source={self.source}; set task.source=local"
+            )
         for field, (low, high) in {"context_length": _LENGTHS, "new_tokens": _NEW_TOKENS}.items():
             value = getattr(self, field)
             if not low <= value <= high:
@@ -85,11 +97,11 @@ class Perplexity(Task):
         yield from (replace(example, id=f"text-{index:04d}") for index, example in enumerate(found))
 
     def score(self, prediction: str, example: Example) -> float:
-        """Return 0: the headline is the row's fidelity, not a score."""
+        """Return 0, which stands for nothing: there are no metrics."""
         return 0.0
 
     def metrics(self, prediction: str, example: Example) -> dict[str, float]:
-        """Return nothing: the headline is the row's fidelity."""
+        """Return nothing: the result is the row's fidelity."""
         return {}
 
     def _read(self) -> str:
@@ -123,21 +135,16 @@ class Perplexity(Task):
 
         start, total = 0, len(words)
         while True:
-            middles = range(start, min(total, start + self.context_length) + 1)
-            middle = (
-                start
-                + bisect_right(middles, self.context_length, key=lambda at: prompter.count(window(start, at, at)))
-                - 1
-            )
-            ends = range(middle, min(total, middle + self.new_tokens) + 1)
-            end = (
-                middle
-                + bisect_right(
-                    ends, self.new_tokens, key=lambda at: len(prompter.continuation(window(start, middle, at)))
-                )
-                - 1
+            middle = _last(start, self.context_length, total, key=lambda at: prompter.count(window(start, at, at)))
+            end = _last(
+                middle, self.new_tokens, total, key=lambda at: len(prompter.continuation(window(start, middle, at)))
             )
             if middle <= start or end <= middle or end == total:
                 return
             yield window(start, middle, end)
             start = end
+
+
+def _last(first: int, most: int, total: int, key: Callable[[int], int]) -> int:
+    """The last word, of `total`, up to which `key` gives at most `most` tokens; every word from `first` has one."""
+    return first + bisect_right(range(first, min(total, first + most) + 1), most, key=key) - 1

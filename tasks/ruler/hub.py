@@ -2,22 +2,23 @@
 
 Columns: context, question, answer_prefix, answer (list), task, max_new_tokens. A set has one configuration per length
 ("4096", split "test": simonjegou/ruler) or per subset (split = subset: xAlg-AI/att-hub-ruler-32k). The wording is
-official; prompts were made for one tokenizer and are longer with another.
+official; prompts were made for one tokenizer and are longer with another. A set is fetched whole, all lengths.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from qevict_bench import hub
 from qevict_bench.task import Example
 from tasks.ruler.official import occurrences
 from tasks.ruler.structure import MATCH_PART, NIAH
 from tasks.ruler.texts import Groups, checked, checked_answers
 
 COLUMNS = ("context", "question", "answer_prefix", "answer", "max_new_tokens")
+_KNOWN = "simonjegou/ruler"
 
 
 def hash_rows(hub_id: str, context_length: int, subsets: tuple[str, ...]) -> str:
@@ -57,48 +58,26 @@ def examples(hub_id: str, context_length: int, subset: str, limit: int) -> Itera
 
 
 def _rows(hub_id: str, context_length: int, subset: str) -> Iterator[dict[str, Any]]:
-    names = _configurations(hub_id)
-    if str(context_length) in names:
-        rows = _load(hub_id, str(context_length), "test")
+    names, length = hub.names(hub_id, _KNOWN), str(context_length)
+    if length in names:
+        rows = _split(hub_id, length, "test")
         if "task" not in rows.column_names:
-            raise ValueError(f"{hub_id} has no column task; give a set in kvpress' form")
-        kept = [i for i, task in enumerate(rows["task"]) if task == subset]
-        rows = rows.select(kept)
+            raise ValueError(f"hub_id={hub_id!r} has no column task; give a set in kvpress' form")
+        rows = rows.select([i for i, task in enumerate(rows["task"]) if task == subset])
     elif subset in names:
-        rows = _load(hub_id, subset, subset)
+        rows = _split(hub_id, subset, subset)
     else:
         raise ValueError(
-            f"{hub_id} has no {subset} at context_length={context_length}; its configurations: {', '.join(names)}"
+            f"hub_id={hub_id!r} has no {subset} at context_length={context_length}; its configurations: "
+            f"{', '.join(names)}"
         )
     if not len(rows):
-        raise ValueError(f"{hub_id} has no row of {subset}; take it out of task.subsets")
+        raise ValueError(f"hub_id={hub_id!r} has no row of {subset}; take it out of task.subsets")
     yield from rows
 
 
-@functools.cache
-def _configurations(hub_id: str) -> tuple[str, ...]:
-    from datasets import get_dataset_config_names
-
-    return tuple(_asked(hub_id, lambda: get_dataset_config_names(hub_id)))
-
-
-@functools.lru_cache(maxsize=16)
-def _load(hub_id: str, name: str, split: str) -> Any:
-    from datasets import load_dataset
-
-    return _asked(hub_id, lambda: load_dataset(hub_id, name, split=split))
-
-
-def _asked(hub_id: str, ask: Any) -> Any:
-    """What `ask` gives, without progress bars; whatever goes wrong is a ValueError."""
-    from datasets import disable_progress_bars
-
-    disable_progress_bars()
-    try:
-        return ask()
-    except Exception as error:  # the library raises many kinds: missing, gated, offline, damaged
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"hub_id={hub_id!r} cannot be loaded ({type(error).__name__}: {reason}); check the name and the network, "
-            "or give the path of a local copy"
-        ) from error
+def _split(hub_id: str, name: str, split: str) -> Any:
+    splits = hub.splits(hub_id, name, _KNOWN)
+    if split not in splits:
+        raise ValueError(f"hub_id={hub_id!r}, {name} has no split {split}, only {', '.join(splits)}")
+    return splits[split]
