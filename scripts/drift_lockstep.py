@@ -12,7 +12,6 @@ Exit codes: 0; 2 for a mistake in the input; 130 interrupted.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ from qevict_bench.budget import Infeasible  # noqa: E402
 from qevict_bench.lockstep import Part, Stream, observe_streams  # noqa: E402
 from qevict_bench.record import Record  # noqa: E402
 from qevict_bench.results import write_atomic  # noqa: E402
-from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.runner import make_plan  # noqa: E402
 from qevict_bench.task import Example, Prompter, Task  # noqa: E402
 
@@ -57,24 +55,19 @@ def measure(cfg: DictConfig) -> Path:
         )
     loaded = plan.spec.load(register())
     prompter = Prompter(loaded.tokenizer, loaded.chat)
-    examples = list(task.examples(prompter, settings.limit, settings.seed, settings.split))
-    talks = [examples[i : i + task.turns] for i in range(0, len(examples) - task.turns + 1, task.turns)]
-    if not talks:
-        raise ValueError(f"limit={settings.limit} is less than one conversation; give {task.turns} turns or more")
+    block = task.turns * settings.batch_size  # run.py runs whole blocks
+    limit = -(-settings.limit // block) * block
+    examples = list(task.examples(prompter, limit, settings.seed, settings.split))
+    talks = [examples[i : i + task.turns] for i in range(0, len(examples), task.turns)]
     records: list[Record] = []
     for begin in range(0, len(talks), settings.batch_size):
         streams = [stream_of(prompter, talk) for talk in talks[begin : begin + settings.batch_size]]
         records += observe_streams(loaded, plan.job.policy, plan.job.budget, streams, seed=settings.seed)
-    path = settings.results_dir / FOLDER / file_name(plan.job.row)
+    path = settings.results_dir / FOLDER / f"{plan.job.run_id}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [line for talk, record in zip(talks, records, strict=True) for line in turns_of(task, talk, record)]
     write_atomic(path, "".join(f"{line}\n" for line in [HEADER, *lines]))
     return path
-
-
-def file_name(row: Row) -> str:
-    """Model, method, changed fields and budget."""
-    return re.sub(r"[^\w.=-]+", "_", f"{row.model} {row.method} {row.variant} {row.budget}") + ".csv"
 
 
 HEADER = "example_id,group,distance,reasked,kl,agreement,missed,fraction"

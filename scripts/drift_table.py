@@ -26,15 +26,18 @@ sys.path[:0] = [
     str(ROOT / "scripts"),
 ]  # runs from a clone where nothing of ours is installed
 
-from drift_lockstep import FOLDER, file_name  # noqa: E402
+from drift_lockstep import FOLDER  # noqa: E402
 
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.statistics import bootstrap  # noqa: E402
 
+SAME = ("dtype", "seed", "split", "basis", "batch_size", "answer_prefix_at", "instruction_at", "first_token")
+"""Fields in which runs of one table agree."""
+
 
 class Turn(NamedTuple):
-    """What one turn gave. `values` in percent, KL in nats."""
+    """What one turn gave."""
 
     group: str
     distance: int
@@ -76,25 +79,32 @@ def runs_of(folder: Path, model: str) -> list[Run]:
             continue
         first = next(iter(rows.values()))
         if (first.task, first.mode, first.model) == ("drift", "continue", model):
-            runs.append(Run(rows, forced_turns(folder / FOLDER / file_name(first))))
+            runs.append(Run(rows, forced_turns(folder / FOLDER / f"{first.run_id}.csv", rows)))
     if not runs:
         raise ValueError(f"{folder} has no run of task=drift protocol.mode=continue with model={model}")
-    return sorted(runs, key=lambda run: (-float(run.budget), run.label))
+    return sorted(runs, key=lambda run: (run.budget, run.label), reverse=True)
 
 
-def forced_turns(path: Path) -> dict[str, Turn]:
-    if not path.exists():
+def forced_turns(path: Path, rows: dict[str, Row]) -> dict[str, Turn]:
+    """The lockstep measurement of a run; nothing if there is none. Raises ValueError if it is not of these turns."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            found = {
+                line["example_id"]: Turn(
+                    line["group"],
+                    int(line["distance"]),
+                    line["reasked"] == "1",
+                    {name: float(line[name]) for name in ("kl", "missed", "fraction")},
+                )
+                for line in csv.DictReader(stream)
+            }
+    except FileNotFoundError:
         return {}
-    with path.open(encoding="utf-8") as stream:
-        return {
-            line["example_id"]: Turn(
-                line["group"],
-                int(line["distance"]),
-                line["reasked"] == "1",
-                {"kl": float(line["kl"]), "missed": 100 * float(line["missed"])},
-            )
-            for line in csv.DictReader(stream)
-        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); measure it anew with drift_lockstep.py") from None
+    if {*found} != {*rows}:
+        raise ValueError(f"{path} is of other turns than its run; measure it anew with drift_lockstep.py")
+    return found
 
 
 def cell(turns: Sequence[Turn], value: str, digits: int) -> str:
@@ -106,18 +116,32 @@ def cell(turns: Sequence[Turn], value: str, digits: int) -> str:
 
 
 def differences(run: Run, full: Run) -> list[Turn]:
-    """Run minus FullKV on the turns that both answered. Raises ValueError if they were asked different things."""
-    found, turns = [], run.turns
-    for name, other in full.turns.items():
-        if name not in turns:
-            continue
-        if run.rows[name].answers != full.rows[name].answers:
-            raise ValueError(
-                f"{name} asks for other codes in {run.label} than in FullKV's run: other fields of the task"
-            )
-        turn = turns[name]
-        found.append(turn._replace(values={"score": turn.values["score"] - other.values["score"]}))
-    return found
+    """Run minus FullKV on the turns that both answered."""
+    known, others = run.turns, full.turns
+    return [
+        turn._replace(values={"score": turn.values["score"] - others[name].values["score"]})
+        for name, turn in known.items()
+        if name in others
+    ]
+
+
+def check(runs: Sequence[Run]) -> None:
+    """Raise ValueError unless the runs differ in method and budget only."""
+    first = runs[0]
+    for run in runs[1:]:
+        for field in SAME:
+            mine, its = (getattr(next(iter(each.rows.values())), field) for each in (first, run))
+            if mine != its:
+                raise ValueError(f"{first.label} has {field}={mine}, {run.label} {field}={its}: use a folder for each")
+        for name in sorted({*first.rows} & {*run.rows}):
+            if _asked(first.rows[name]) != _asked(run.rows[name]):
+                raise ValueError(
+                    f"{name} is another question in {first.label} than in {run.label}: use a folder for each"
+                )
+
+
+def _asked(row: Row) -> tuple[object, ...]:
+    return row.answers, row.prompt_tokens
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -129,7 +153,7 @@ def shown(runs: Sequence[Run]) -> str:
     full = next((run for run in runs if run.label == "full_kv"), None)
     distances = sorted({turn.distance for run in runs for turn in run.turns.values()})
     groups: dict[str, Callable[[Turn], bool]] = {
-        "first visit" if d == 0 else f"{d} turns ago": (lambda turn, d=d: turn.distance == d)  # type: ignore[misc]
+        "first visit" if d == 0 else f"{d} turn{'s' * (d > 1)} ago": (lambda turn, d=d: turn.distance == d)  # type: ignore[misc]
         for d in distances
     }
     kinds: dict[str, Callable[[Turn], bool]] = {
@@ -147,11 +171,13 @@ def shown(runs: Sequence[Run]) -> str:
         scored.append([*start, *cells, against])
         if run.forced:
             known = list(run.forced.values())
-            for value, digits, name in (("kl", 3, "KL"), ("missed", 1, "missed %")):
+            memory = fmean(turn.values["fraction"] for turn in known)
+            known = [turn._replace(values={**turn.values, "missed": 100 * turn.values["missed"]}) for turn in known]
+            for value, digits, name in (("kl", 3, "KL"), ("missed", 1, "attention on evicted tokens, %")):
                 cells = [cell([turn for turn in known if keep(turn)], value, digits) for keep in groups.values()]
-                forced.append([run.label, run.budget, str(len(known)), name, *cells])
+                forced.append([run.label, run.budget, f"{memory:.3f}", str(len(known)), name, *cells])
     first = table(["method", "budget", "memory", "turns", *groups, *kinds, "minus FullKV"], scored)
-    second = table(["method", "budget", "turns", "", *groups], forced)
+    second = table(["method", "budget", "memory", "turns", "measure", *groups], forced)
     return f"{first}\n\n{second}" if forced else first
 
 
@@ -161,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2_135m")
     args = parser.parse_args(argv)
     try:
-        print(shown(runs_of(args.folder, args.model)))
+        runs = runs_of(args.folder, args.model)
+        check(runs)
+        print(shown(runs))
     except (ValueError, Damaged) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,8 @@
 
     python scripts/fidelity_table.py results/runs [--model smollm2_135m] [--task ruler] [--subsets niah_single_1 ...]
 
-Per budget and method, over the examples that all of its runs share: score in percent, and on the gold text
+Per budget and method, over the examples that all of its runs share (with gold texts of two tokens or more): mean bytes
+/ FullKV bytes while the gold text is read, score in percent, and on the gold text
 KL(p_full || p_method) of token 1 and of the others (nats), top-1 agreement (percent) and the change of the gold text's
 negative log-likelihood (nats per token), means over examples with 95 % intervals. Below each budget: Spearman's rank
 correlation over methods of score and -KL, with an interval of a bootstrap over examples (the same for all methods).
@@ -30,6 +31,9 @@ RESAMPLES = 2000
 COLUMNS = {"kl": ("gold.kl", 1, 3), "kl_1": ("gold.kl_first", 1, 3), "agreement": ("gold.agreement", 100, 0)}
 COLUMNS |= {"nll_change": ("gold.nll_change", 1, 3)}
 
+SAME = ("dtype", "seed", "split", "basis", "enforce", "protocol", "mode", "answer_prefix_at", "instruction_at")
+SAME += ("first_token",)
+"""Fields in which runs of one table agree."""
 Rows = dict[str, Row]
 
 
@@ -57,17 +61,30 @@ def runs_of(folder: Path, model: str, task: str, subsets: Sequence[str]) -> dict
 def table(methods: dict[str, Rows]) -> str:
     """The methods of one budget, the nearest to FullKV first, on the examples they share."""
     names = sorted(set.intersection(*({*rows} for rows in methods.values())))
+    if not names:
+        raise ValueError(f"no example is shared by {', '.join(methods)}: use --subsets, or a folder for each setting")
+    check(methods)
     order = sorted(methods, key=lambda label: _mean(methods[label], names, "gold.kl"))
-    head = ["method", "memory", "n", "score", "KL", "KL of token 1", "agreement", "NLL change"]
+    head = ["method", "memory", "n", "score, %", "KL", "KL of token 1", "agreement", "NLL change"]
     lines = [head, ["---"] * len(head)]
     for label in order:
         rows = [methods[label][name] for name in names]
         cells = [_cell([100 * (row.score or 0.0) for row in rows], rows, 0)]
         for name, scale, digits in COLUMNS.values():
             cells.append(_cell([scale * (row.fidelity or {})[name] for row in rows], rows, digits))
-        memory = fmean((row.fractions or {})["mean"] for row in rows)
+        memory = fmean((row.fidelity or {})["gold.memory"] for row in rows)
         lines.append([label, f"{memory:.3f}", str(len(rows)), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_ranks(methods, names)}"
+
+
+def check(methods: dict[str, Rows]) -> None:
+    """Raise ValueError unless the runs differ in method only."""
+    rows = {label: next(iter(rows.values())) for label, rows in methods.items()}
+    (name, first), *others = rows.items()
+    for label, other in others:
+        for field in SAME:
+            if (mine := getattr(first, field)) != (its := getattr(other, field)):
+                raise ValueError(f"{name} has {field}={mine}, {label} {field}={its}: use a folder for each setting")
 
 
 def _mean(rows: Rows, names: Sequence[str], value: str) -> float:
@@ -83,6 +100,8 @@ def _ranks(methods: dict[str, Rows], names: Sequence[str]) -> str:
     score_ME = np.array([[rows[name].score or 0.0 for name in names] for rows in methods.values()])
     kl_ME = np.array([[(rows[name].fidelity or {})["gold.kl"] for name in names] for rows in methods.values()])
     value = spearman(score_ME.mean(1).tolist(), (-kl_ME.mean(1)).tolist())
+    if len(methods) < 3:
+        return f"Spearman needs at least 3 methods, here are {len(methods)}"
     if value is None:
         return f"Spearman over {len(methods)} methods: undefined, all scores are the same"
     drawn = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))

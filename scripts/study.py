@@ -45,7 +45,9 @@ class Cell:
 
     @property
     def memory(self) -> float:
-        return fmean((row.fractions or {})["mean"] for row in self.rows.values())
+        """Mean share of FullKV's bytes while the gold text is read (while answering, where it has one token)."""
+        shares = [(row.fidelity or {}).get("gold.memory", (row.fractions or {})["mean"]) for row in self.rows.values()]
+        return fmean(shares)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Study:
         found = re.findall(r"^run ([0-9a-f]{12}):", done.stdout, flags=re.MULTILINE)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         print(f"{'done' if found else last}: run.py {shlex.join(arguments)}", file=sys.stderr, flush=True)
+        last = last.replace("|", "/")
+        if done.returncode == 2 and not change:  # the preset itself: nothing else can run either
+            raise ValueError(f"run.py {shlex.join(arguments)}: {last}")
         if not found:
             self.failed.append(f"{change or 'qevict'}, {family}: {last}")
             return Cell({}, last)
@@ -75,21 +80,24 @@ class Study:
         return Cell(good, "" if good or bad is None else bad.status)
 
 
-def kl(row: Row) -> float:
-    return (row.fidelity or {}).get(KL, float("nan"))
+def kl(row: Row) -> float | None:
+    """None where the gold text has one token only."""
+    return (row.fidelity or {}).get(KL)
 
 
-def score(row: Row) -> float:
-    return 100 * (row.score or 0.0)
+def score(row: Row) -> float | None:
+    """None where answers are not judged."""
+    return 100 * (row.score or 0.0) if row.metrics else None
 
 
-def change_of(cell: Cell, base: Cell, value: Callable[[Row], float], digits: int) -> str:
-    """Mean of cell - base over the examples that both have."""
-    names = [name for name in cell.rows if name in base.rows]
-    if not names:
-        return cell.reason or base.reason or "no example is ok in both"
-    groups = [base.rows[name].group for name in names]
-    values = [value(cell.rows[name]) - value(base.rows[name]) for name in names]
+def change_of(cell: Cell, base: Cell, value: Callable[[Row], float | None], digits: int) -> str:
+    """Mean of cell - base over the examples that have the value in both."""
+    pairs = {name: (value(row), value(base.rows[name])) for name, row in cell.rows.items() if name in base.rows}
+    known = {name: (mine, its) for name, (mine, its) in pairs.items() if mine is not None and its is not None}
+    if not known:
+        return "n/a" if pairs else cell.reason or base.reason or "no example is ok in both"
+    groups = [base.rows[name].group for name in known]
+    values = [mine - its for mine, its in known.values()]
     found = bootstrap(values, groups if all(groups) else ()).interval()
     star = "*" if found.low > 0 or found.high < 0 else ""
     return f"{found.value:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]{star}"
@@ -121,8 +129,9 @@ def points_table(study: Study, points: dict[str, list[str]]) -> str:
 def _level(cell: Cell) -> str:
     if not cell.rows:
         return cell.reason
-    rows = list(cell.rows.values())
-    return f"{fmean(map(kl, rows)):.3f}; {fmean(map(score, rows)):.0f} (n = {len(rows)})"
+    kls, scores = ([x for row in cell.rows.values() if (x := value(row)) is not None] for value in (kl, score))
+    shown = (f"{fmean(x):.{digits}f} (n = {len(x)})" if x else "n/a" for x, digits in ((kls, 3), (scores, 0)))
+    return "; ".join(shown)
 
 
 def _memory(cells: Any) -> str:
@@ -166,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, Damaged) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; re-issue the command to continue", file=sys.stderr)
+        return 130
     print(f"{' '.join(common)}\n\n{text}")
     return 1 if study.failed else 0
 

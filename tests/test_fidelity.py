@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from methods.random import Random
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from qevict_bench import attention, fidelity, streams
+from qevict_bench import engine as engine_module
 from qevict_bench.budget import Budget, Geometry
 from qevict_bench.engine import Generation, Readings, generate, read
 from qevict_bench.fidelity import compare, measure
@@ -156,6 +158,7 @@ class DirectRun:
 
     full: Tensor
     method: Tensor
+    memory: float
 
     @staticmethod
     def of(policy: KVPolicy, budget: Budget, prompt: Prompt, gold: Sequence[int], protocol: Protocol) -> DirectRun:
@@ -165,7 +168,8 @@ class DirectRun:
         logits = [read(session, [steps], protocol.first_token, 1024)[0]]
         logits += [session.decode([token])[0] for token in gold[:-1]]
         full = forward_log_probs(engine(), [*prompt.ids, *gold], len(gold))
-        return DirectRun(full, torch.stack(logits).double().log_softmax(-1))
+        memory = fmean(used / whole for used, whole, _ in session.trace[0].decode)
+        return DirectRun(full, torch.stack(logits).double().log_softmax(-1), memory)
 
 
 @pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC], ids=["aware", "agnostic"])
@@ -190,6 +194,7 @@ def test_measures_equal_direct_ones(policy: KVPolicy, protocol: Protocol, tmp_pa
             "nll": nll,
             "nll_change": nll - full_nll,
             "looping": 0,
+            "memory": run.memory,
         }
         assert {f"gold.{name}" for name in expected} == each.keys()
         assert each["gold.kl"] > 1e-3
@@ -472,7 +477,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(session.policy.name)
         return read(session, *args)
 
-    monkeypatch.setattr(fidelity, "read", noting)
+    monkeypatch.setattr(engine_module, "read", noting)
     return names
 
 
@@ -480,7 +485,7 @@ def test_full_kv_runs_once_for_all_methods(tmp_path: Path, readings: list[str]) 
     prompts = prompts_of(90, 120)
     for policy, budget in ((SnapKV(window=16), "0.4"), (SnapKV(window=16), "0.6"), (StreamingLLM(), "0.4")):
         measured(tmp_path, policy, Budget(budget), prompts)
-    assert readings == ["_FullKV", "SnapKV", "SnapKV", "StreamingLLM"]
+    assert readings == ["KeepEverything", "SnapKV", "SnapKV", "StreamingLLM"]
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -504,7 +509,7 @@ def test_what_changes_full_kv_runs_it_again(name: str, tmp_path: Path, readings:
     prompts = prompts_of(90, 120)
     measured(tmp_path, FullKV(), EVERYTHING, prompts)
     DIFFERENT[name](tmp_path, prompts)
-    assert readings == ["_FullKV", "FullKV"] * 2
+    assert readings == ["KeepEverything", "FullKV"] * 2
 
 
 def _cut(path: Path, other: Path) -> None:
@@ -545,7 +550,7 @@ def test_a_damaged_file_is_made_again(
     assert [record.message for record in caplog.records if path.name in record.message]
     assert len(list(tmp_path.iterdir())) == 4
     measured(tmp_path, SnapKV(window=16), Budget("0.4"), prompts)
-    assert readings == ["_FullKV", "SnapKV", "_FullKV", "SnapKV", "SnapKV"]
+    assert readings == ["KeepEverything", "SnapKV", "KeepEverything", "SnapKV", "SnapKV"]
 
 
 def test_writers_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,8 @@ def summary_of(**changes: Any) -> Summary:
 
 
 def fidelity(nll: float) -> dict[str, float]:
-    return {"gold.tokens": 48.0, "gold.kl_first": 0.0, "gold.nll": nll, "gold.nll_change": nll / 2}
+    found = {"gold.tokens": 48.0, "gold.kl_first": 0.0, "gold.nll": nll, "gold.nll_change": nll / 2}
+    return found | {"gold.memory": 0.19}
 
 
 def test_the_table_shows_the_likelihood_and_no_score() -> None:
@@ -148,6 +149,7 @@ def test_the_table_shows_the_likelihood_and_no_score() -> None:
     text = render(summary)
     assert "  NLL in nats per token: FullKV 2.7500, qevict 5.5000, difference +2.7500  [" in text
     assert f"  perplexity, exp(NLL): FullKV {math.exp(2.75):.2f}, qevict {math.exp(5.5):.2f}" in text
+    assert "  memory while reading it: 0.190 of FullKV's bytes" in text
     assert "12 examples, 48 tokens of each (metrics.fidelity_tokens)" in text
     assert not re.search(r"floor|wins/ties|No example|macro", text)
     assert "score=n/a full_kv=n/a diff=[n/a,n/a] memory=0.200" in text.splitlines()[-1]

@@ -43,6 +43,11 @@ def never_stopping(kind: str) -> LoadedModel:
     return replace(family(kind), eos_ids=())
 
 
+def stopping(kind: str) -> LoadedModel:
+    """Every fourth token ends an answer."""
+    return replace(family(kind), eos_ids=tuple(range(0, 97, 4)))
+
+
 def timeless(made: Generation) -> Generation:
     return replace(made, ttft_s=0.0, decode_s=0.0)
 
@@ -175,8 +180,9 @@ def test_the_basis_prompt_is_the_first_prefill() -> None:
 
 
 def turns_of(context: list[int], questions: Sequence[list[int]], max_new: int = 6) -> list[Turn]:
+    """The later questions of one token stand behind an answer as they are."""
     prompts = [asked([*context, *question], len(context)) for question in questions]
-    follow_ups = [asked([7, *question], 0) for question in questions]
+    follow_ups = [asked([7, *question] if len(question) > 1 else question, 0) for question in questions]
     return [Turn(first, later, max_new) for first, later in zip(prompts, follow_ups, strict=True)]
 
 
@@ -187,9 +193,10 @@ def talk(
     mode: str = "reset",
     spec: str = "0.75",
     names: Sequence[str] = ("talk", "other"),
+    model: Callable[[str], LoadedModel] = never_stopping,
 ) -> list[list[Generation]]:
     made = converse(
-        never_stopping(kind),
+        model(kind),
         method,
         Budget(spec),
         conversations,
@@ -256,9 +263,12 @@ GROWING = [
 ]
 
 
+@pytest.mark.parametrize("model", [never_stopping, stopping])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("method", GROWING, ids=lambda method: type(method).__name__)
-def test_growing_conversations_side_by_side_are_what_they_are_alone(method: KVPolicy, kind: str) -> None:
+def test_growing_conversations_side_by_side_are_what_they_are_alone(
+    method: KVPolicy, kind: str, model: Callable[[str], LoadedModel]
+) -> None:
     """Although they differ in length, in their number of turns, and end their answers within routing intervals."""
     conversations = [
         [turn._replace(max_new=new) for turn, new in zip(turns_of(context, questions), limits, strict=True)]
@@ -269,9 +279,9 @@ def test_growing_conversations_side_by_side_are_what_they_are_alone(method: KVPo
         )
     ]
     names = ("talk", "other", "third")
-    together = talk(conversations, method, kind, "continue", names=names)
+    together = talk(conversations, method, kind, "continue", names=names, model=model)
     for turns, one, name in zip(together, conversations, names, strict=True):
-        [alone] = talk([one], method, kind, "continue", names=(name,))
+        [alone] = talk([one], method, kind, "continue", names=(name,), model=model)
         for side_by_side, single in zip(turns, alone, strict=True):
             assert without_workspace(side_by_side) == without_workspace(single)
     assert sum(turn.evictions + turn.demotions for turns in together for turn in turns[1:]) > 0

@@ -62,20 +62,20 @@ def test_right_answers_over_distance(tmp_path: Path, capsys: pytest.CaptureFixtu
         for t in range(2)
         for i, (d, r) in enumerate(LABELS)
     ]
-    (folder / "tiny_qevict_0.2.csv").write_text(head + "\n".join(forced) + "\n")
+    (folder / "aaaaaaaaaaaa.csv").write_text(head + "\n".join(forced) + "\n")
     code, out, err = shown("drift_table", capsys, str(tmp_path), "--model", "tiny")
     assert (code, err) == (0, "")
     head_line, full, qevict, *rest = lines_of(out)
-    assert head_line[4:] == ["first visit", "1 turns ago", "2 turns ago", "same needle", "another", "minus FullKV"]
+    assert head_line[4:] == ["first visit", "1 turn ago", "2 turns ago", "same needle", "another", "minus FullKV"]
     assert full[:4] == ["full_kv", "1.0", "1.000", "8"]
     assert [re.match(r"\d+", cell)[0] for cell in full[4:9]] == ["100", "100", "50", "100", "50"]  # type: ignore[index]
     assert qevict[:4] == ["qevict", "0.2", "0.200", "8"]
     assert [re.match(r"\d+", cell)[0] for cell in qevict[4:9]] == ["75", "100", "0", "100", "0"]  # type: ignore[index]
     assert qevict[9].startswith("-25 [")  # two of eight turns lost
     kl, missed = rest[1], rest[2]  # rest[0] is the head of the second table
-    assert kl[:4] == ["qevict", "0.2", "8", "KL"]
-    assert [cell.split(" ")[0] for cell in kl[4:]] == ["0.150", "0.300", "0.400"]
-    assert [cell.split(" ")[0] for cell in missed[4:]] == ["25.0"] * 3
+    assert kl[:5] == ["qevict", "0.2", "0.200", "8", "KL"]
+    assert [cell.split(" ")[0] for cell in kl[5:]] == ["0.150", "0.300", "0.400"]
+    assert [cell.split(" ")[0] for cell in missed[5:]] == ["25.0"] * 3
 
 
 def test_runs_asked_other_things_are_not_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,39 @@ def test_runs_asked_other_things_are_not_paired(tmp_path: Path, capsys: pytest.C
     write(tmp_path / "aaaaaaaaaaaa", talks([[1, 0, 1, 0]]))
     code, out, err = shown("drift_table", capsys, str(tmp_path), "--model", "tiny")
     assert (code, out) == (2, "")
-    assert "drift-0000-turn0 asks for other codes" in err
+    assert "drift-0000-turn0 is another question in" in err
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "example_id,group,distance,reasked,kl\nx,y,1,0,no\n", b"\xff"])
+def test_a_foreign_measurement_is_one_line(
+    content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "aaaaaaaaaaaa", talks([[1, 0, 1, 0]]))
+    (tmp_path / ".lockstep").mkdir()
+    path = tmp_path / ".lockstep" / "aaaaaaaaaaaa.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = shown("drift_table", capsys, str(tmp_path), "--model", "tiny")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{path} " in err
+    assert "measure it anew" in err
+
+
+def test_native_budgets_stand_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "aaaaaaaaaaaa", talks([[1, 0, 1, 0]], budget="native"))
+    assert lines_of(shown("drift_table", capsys, str(tmp_path), "--model", "tiny")[1])[1][:2] == ["qevict", "native"]
+
+
+@pytest.mark.parametrize(("name", "made"), [("drift_table", "talks"), ("fidelity_table", "measured")])
+def test_settings_are_not_mixed(name: str, made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_of = {
+        "talks": lambda **changes: talks([[1, 0, 1, 0]], **changes),
+        "measured": lambda **c: measured((1, 0), (1, 1), **c),
+    }
+    write(tmp_path / "aaaaaaaaaaaa", rows_of[made]())
+    write(tmp_path / "bbbbbbbbbbbb", rows_of[made](seed=7, method="snapkv", run_id="bbbbbbbbbbbb"))
+    code, out, err = shown(name, capsys, str(tmp_path), "--model", "tiny")
+    assert (code, out) == (2, "")
+    assert re.search(r"qevict has seed=0, snapkv seed=7|snapkv has seed=7, qevict seed=0", err)
 
 
 @pytest.mark.parametrize("name", ["drift_table", "fidelity_table"])
@@ -142,7 +174,13 @@ def measured(scores: Sequence[float], kls: Sequence[float], **changes: Any) -> l
             score,
             task="ruler",
             model="tiny",
-            fidelity={"gold.kl": kl, "gold.kl_first": 0.5, "gold.agreement": 0.5, "gold.nll_change": 2 * kl},
+            fidelity={
+                "gold.kl": kl,
+                "gold.kl_first": 0.5,
+                "gold.agreement": 0.5,
+                "gold.nll_change": 2 * kl,
+                "gold.memory": 0.19,
+            },
             **changes,
         )
         for i, (score, kl) in enumerate(zip(scores, kls, strict=True))
@@ -165,6 +203,7 @@ def test_methods_are_ranked_by_both(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     assert [line[3].split(" ")[0] for line in lines] == ["75", "50", "0", "25"]
     assert lines[0][7].startswith("0.200 [")
+    assert lines[0][1] == "0.190"
     assert "Spearman of score and -KL over 4 methods: 0.80 [" in out
 
 
@@ -181,8 +220,10 @@ def test_the_study_runs_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(base.rows) == len(same.rows) == 2
     assert study.change_of(same, base, study.kl, 3) == "+0.000 [+0.000, +0.000]"
     assert study.kl(next(iter(base.rows.values()))) > 0
-    broken = made.cell("", "none")
+    broken = made.cell("method.sink=5", "none")
     assert not broken.rows
     assert "needles can only be generated" in broken.reason
     assert len(made.failed) == 1
+    with pytest.raises(ValueError, match="needles can only be generated"):
+        made.cell("", "none")
     assert "done: run.py method=qevict" in capsys.readouterr().err

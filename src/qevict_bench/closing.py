@@ -115,6 +115,7 @@ def _likelihood(summary: Summary) -> list[str]:
         f"  NLL in nats per token: FullKV {full:.4f}, {label} {nll:.4f}, difference {change.value:+.4f}  "
         f"[{change.low:+.4f}, {change.high:+.4f}]{few}",
         f"  perplexity, exp(NLL): FullKV {exp(full):.2f}, {label} {exp(nll):.2f}",
+        f"  memory while reading it: {found['gold.memory'].value:.3f} of FullKV's bytes (below: for one token)",
     ]
 
 

@@ -26,7 +26,8 @@ QUERY_AWARE = Protocol()
 
 @dataclass(frozen=True)
 class Generation:
-    """What one prompt gave. `fractions` are bytes / FullKV bytes at the same step (after_prefill, peak, mean and final
+    """What one prompt gave. `stop`: eos, stop_string, length (the limit), or fixed (all answers are so long).
+    `fractions` are bytes / FullKV bytes at the same step (after_prefill, peak, mean and final
     over decode steps, whole_cache with sliding layers); `memory` bytes: allowed at the last step, after_prefill, peak,
     mean, final, prefill_peak, workspace, host, and the components of `Usage.counted` at the end. promotions, demotions,
     evictions are unit moves summed over layers; tier_units mean units per layer and table head at the end; needle_fate
@@ -118,6 +119,7 @@ class Readings:
         first_token: str,
         chunk: int,
         working_copy: bool = True,
+        keep: bool = True,
     ) -> tuple[KVSession, Tensor]:
         """A session whose rows have read their `steps`, with room for so many new tokens, and its logits [B, V]."""
         key = (
@@ -135,7 +137,7 @@ class Readings:
         how: dict[str, Any] = {"max_new": max_new, "seeds": seeds, "working_copy": working_copy}
         session = KVSession(loaded, policy, budget, len(steps), **how)
         logits = read(session, steps, first_token, chunk)
-        if self._kept is not None:
+        if self._kept is not None and keep:
             self._kept[key] = session.fork(), logits
         return session, logits
 
@@ -160,14 +162,14 @@ def read(session: KVSession, steps: Sequence[Steps], first_token: str, chunk: in
     """Feed the active rows their steps (token ids), as many for each; logits [B, V] of the last token of each.
 
     The first step is the prefill unless these are `later` turns. With first_token=compressed the last step is one token
-    and is decoded; any other ends with a routing event.
+    and is decoded, unless it is all that a later turn has; any other step ends with a routing event.
     """
     num, logits = len(steps[session.active[0]]), torch.empty(0)
     for index in range(num):
         parts = [row[index] if row else () for row in steps]
         if index == 0 and not later:
             logits = session.prefill(parts, chunk)
-        elif index == num - 1 and first_token == "compressed":
+        elif index == num - 1 and first_token == "compressed" and (index or not later):
             logits = session.decode([part[0] if part else 0 for part in parts])
         else:
             logits = session.append(parts, chunk)
@@ -203,6 +205,7 @@ def answer(
         num_new += 1
         tokens = _greedy(session.decode(tokens), eos_ids if num_new < min_new else [])
     decode_s = (time.perf_counter() - begin - ttft) / len(rows)
+    stops |= {row: "fixed" for row in rows if stops[row] == "length" and min_new >= asked[row].max_new}
     return [
         _generation(session, row, tuple(new_ids[row]), texts[row], stops[row], fates[row], ttft / len(rows), decode_s)
         for row in rows

@@ -142,6 +142,7 @@ class _Batch:
             [seeds[row] for row in rows],
             self.first_token,
             self.chunk,
+            keep=False,
         )
 
 
@@ -168,7 +169,8 @@ def measure(
     prefill_chunk: int = 1024,
     readings: Readings = _UNKEPT,
 ) -> list[dict[str, float]]:
-    """Fidelity of every example, its names headed by the stream's: {"gold.kl": 0.02, "full_kv.tokens": 48.0, ...}.
+    """Fidelity of every example, its names headed by the stream's: {"gold.kl": 0.02, "full_kv.tokens": 48.0, ...}, and
+    `memory`: the method's bytes / FullKV bytes, mean over the stream's decode steps (after the prompt without any).
 
     `golds` are the ids of the gold texts (Prompter.continuation). A stream has at most `max_tokens` tokens, and as many
     as the model's context has room for; of an empty gold text there is nothing but gold.tokens = 0. The method is
@@ -239,8 +241,11 @@ def _measured(
         for stream, branch in _branches(session, streams):
             taught = {row: full[i][stream] for row, i in enumerate(members) if stream in full[i]}
             for row, found in _follow(branch, logits_BV, list(taught), _same_as(taught)).items():
-                for name, value in compare(taught[row], found).metrics().items():
-                    metrics[members[row]][f"{stream}.{name}"] = value
+                shares = [used / whole for used, whole, _ in branch.trace[row].decode] or [
+                    branch.trace[row].after_prefill
+                ]
+                measured = {**compare(taught[row], found).metrics(), "memory": sum(shares) / len(shares)}
+                metrics[members[row]] |= {f"{stream}.{name}": value for name, value in measured.items()}
     return metrics
 
 

@@ -132,8 +132,10 @@ class KVSession:
         self.active.remove(row)
 
     def next_turn(self, rows: Sequence[int]) -> None:
-        """Go on with rows that a turn of a conversation has frozen; their traces begin anew."""
+        """Go on with rows that a turn of a conversation has frozen; their traces begin anew, without room reserved."""
         self.active = sorted(rows)
+        for layer in self.layers.values():
+            layer.release()
         for row in rows:
             self.trace[row] = self.trace[row].next_turn()
 

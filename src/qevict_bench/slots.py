@@ -55,8 +55,14 @@ class Slots:
 
     def ensure(self, room: Sequence[int]) -> None:
         """Make room for `room[s]` more slots in every segment; moves the buffers if it lacks."""
-        if all(c + r <= cap for c, r, cap in zip(self.count, room, self.cap, strict=True)):
-            return
+        if any(c + r > cap for c, r, cap in zip(self.count, room, self.cap, strict=True)):
+            self._resize(room)
+
+    def release(self) -> None:
+        """Give all room back."""
+        self._resize([0] * len(self.count))
+
+    def _resize(self, room: Sequence[int]) -> None:
         grown = Slots(self.count, room, self.num_heads, self.k)
         for s, count in enumerate(self.count):
             if count:

@@ -87,17 +87,20 @@ class LayerStore:
         for row in rows:
             extra[row] = new[row] + room
         per_segment = [n for n in extra for _ in range(self.num_heads)]
-        for slots in (self.full, self.working):
-            if slots is not None:
-                slots.ensure(per_segment)
+        for slots in filter(None, (self.full, self.working)):
+            slots.ensure(per_segment)
         self.table.cover([seq + n if n else 0 for seq, n in zip(self.seq_len, extra, strict=True)])
         self._index.clear()
 
+    def release(self) -> None:
+        """Give back what was reserved and not used."""
+        for slots in filter(None, (self.full, self.working)):
+            slots.release()
+
     def append(self, rows: list[int], new: list[int], k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Add `new[row]` tokens (post-RoPE keys) to the full tier of the given rows."""
-        for slots in (self.full, self.working):
-            if slots is not None:
-                slots.append(rows, new, k_BHQD, v_BHQD)
+        for slots in filter(None, (self.full, self.working)):
+            slots.append(rows, new, k_BHQD, v_BHQD)
         for row in rows:
             self.seq_len[row] += new[row]
 
