@@ -155,5 +155,5 @@ def _listed(session: KVSession) -> Iterator[tuple[str, Sequence[Tensor]]]:
             if slots is not None:
                 yield "bookkeeping", (slots.end, slots.first)
                 yield "workspace", (slots.k, slots.v)
-    yield "workspace", [x for queries in session._replay.values() for x in queries]
+    yield "workspace", [x for buffered in session._replay.values() for _, x in buffered]
     yield "sliding", [x for rows in session._sliding.values() for pair in rows for x in pair]

@@ -64,7 +64,6 @@ class KVSession:
         self.trace = [RowTrace() for _ in range(num_rows)]
         names = list(seeds) or [str(row) for row in range(num_rows)]
         self._rngs = [torch.Generator().manual_seed(_seed(name)) for name in names]
-        self._replayed = [0] * num_rows  # buffered queries that are a row's own: it may have been frozen since
         model = loaded.model
         config = model.config
         kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * loaded.num_layers)
@@ -80,7 +79,7 @@ class KVSession:
             for index in range(loaded.num_layers)
             if index not in self.layers
         }
-        self._replay: dict[int, list[Tensor]] = {index: [] for index in self.layers}
+        self._replay: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {index: [] for index in self.layers}
         self._step = Step("prefill", (), (), ())
         self._probe: tuple[Step, Tensor | None] | None = None
         self._decoded = 0  # tokens since the last prefill or append
@@ -108,8 +107,6 @@ class KVSession:
         if grown:
             self._room = GROWTH
             self._reserve([1] * len(self.seq_len), GROWTH - 1)
-        if self.policy.cadence.replay:
-            self._replayed = [n + (row in self.active) for row, n in enumerate(self._replayed)]
         ids = torch.tensor(tokens, device=self.loaded.model.device)[:, None]
         logits = self._forward("decode", ids, [1 if row in self.active else 0 for row in range(len(tokens))])
         self._room -= 1
@@ -117,7 +114,6 @@ class KVSession:
         every = self.policy.cadence.decode_every
         event = every and self._decoded % every == 0
         if event:
-            self._replayed = [0] * len(tokens)
             self._route()
         self._account("decode", measured=bool(event) or grown)
         return logits[:, 0]
@@ -170,7 +166,6 @@ class KVSession:
             for row, n in enumerate(new):
                 if n and begin + n == lens[row]:
                     last[row] = logits[row, ends.index(n - 1)]
-        self._replayed = [0] * len(lens)
         self._note_peak()
         self._room = 0
         if phase == "append" or self.policy.cadence.prefill:
@@ -219,7 +214,7 @@ class KVSession:
         slots = layer.read(self.working_copy)
         out = attend(q_BHQD, slots, step, scale)
         if step.phase == "decode" and self.policy.cadence.replay:
-            self._replay[index].append(q_BHQD)
+            self._replay[index].append((step.rows, q_BHQD))
             if len(self._replay[index]) == self.policy.cadence.decode_every:
                 self._score_replayed(layer, scale)
         elif (probed := self._probed(step)) is not None:
@@ -228,15 +223,16 @@ class KVSession:
 
     def _score_replayed(self, layer: LayerStore, scale: float) -> None:
         """Score the queries buffered since the last event together; they are the newest tokens of their rows."""
-        queries = self._replay[layer.layer_idx]
-        if not queries:
+        buffered = self._replay[layer.layer_idx]
+        if not buffered:
             return
         self._replay[layer.layer_idx] = []
-        new = tuple(self._replayed)
+        new = tuple(sum(row in rows for rows, _ in buffered) for row in range(layer.num_rows))  # some froze meanwhile
         start = tuple(seen - n for seen, n in zip(layer.seq_len, new, strict=True))
         step = Step("decode", tuple(row for row, n in enumerate(new) if n), new, start)
         if (probed := self._probed(step)) is not None:
-            observe(layer, torch.cat(queries, dim=2), layer.read(self.working_copy), step, probed, scale)
+            queries = torch.cat([q_BHQD for _, q_BHQD in buffered], dim=2)
+            observe(layer, queries, layer.read(self.working_copy), step, probed, scale)
 
     def _probed(self, step: Step) -> Tensor | None:
         """Rows to observe as a mask over the step's tokens [B, Q]; asked once per step, the same for every layer."""
@@ -340,7 +336,7 @@ class KVSession:
         return total + Usage(sliding=sliding, workspace=self._replay_bytes(row))
 
     def _replay_bytes(self, row: int) -> int:
-        return sum(x[row].nbytes for queries in self._replay.values() for x in queries)
+        return sum(x[row].nbytes for buffered in self._replay.values() for _, x in buffered)
 
     def _workspace(self, row: int) -> int:
         return self._replay_bytes(row) + sum(workspace(layer, row) for layer in self.layers.values())
