@@ -146,5 +146,9 @@ class QEvict(KVPolicy):
             eligible = eligible & (view.tier_BHU == FULL)
         q, fill = (self.q, self.fill) if self.evict else (1.0, True)
         split = Split(score, candidate, eligible, view.alive_BHU & ~candidate, q, fill)
-        placement = unless_fits(view, allowance, fit_split(split, allowance, FULL, LOW, EVICTED))
+        placement = unless_fits(view, allowance, self.divide(split, allowance))
         return [placement] if self.evict else refuse_eviction(view, placement)
+
+    def divide(self, split: Split, allowance: Allowance) -> Tensor:
+        """Tier map [B, T, U], T table heads; a hybrid divides otherwise (methods/qevict_hybrid.py)."""
+        return fit_split(split, allowance, FULL, LOW, EVICTED)

@@ -4,7 +4,8 @@ The method and FullKV read the same streams side by side: a prompt, then FullKV'
 both are forced to follow. Measured is what FullKV's attention falls on, by the method's tiers: future missed mass, mass
 by tier, selection churn, LIR, score agreement, regret, needle fate, and the bytes of the ledger (definitions in
 src/qevict_bench/diagnostics.py, names of all scalars in measures.py). `experiment=figure1` runs variants of a method on
-the same streams; `+runs.NAME.FIELD=VALUE` adds one. Fields are in configs/diagnose.yaml. Minutes on a CPU.
+the same streams; `+runs.NAME.FIELD=VALUE` adds one; with tier_off=true each runs a second time, as NAME-off, with
+nothing attending to its quantized tier. Fields are in configs/diagnose.yaml. Minutes on a CPU.
 
 Writes into output_dir: scalars.csv (a row per run and stream), summary.csv (means and intervals over streams), one csv
 per family of curves, figures as png and pdf. The report goes to stdout. For methods of the class QEvict with a low-bit
@@ -56,6 +57,7 @@ from tasks.needle import NeedleGrid  # noqa: E402
 
 log = logging.getLogger(__name__)
 WORST = "oscillation"
+OFF = "-off"
 _NEEDLE_TOKENS = 32  # what NeedleGrid leaves for the answer
 
 
@@ -98,6 +100,7 @@ class Diagnosis:
     prompt_tokens: int
     new_tokens: int
     codec_scores: bool
+    tier_off: bool
     batch_size: int
     workers: int
     seed: int
@@ -207,8 +210,9 @@ def checked(cfg: DictConfig) -> tuple[Diagnosis, dict[str, KVPolicy]]:
     label, target = method.pop("name"), get_class(method.pop("_target_"))
     if not all(isinstance(fields_, dict) for fields_ in variants.values()):
         raise ValueError(f"runs={variants} is no mapping of names to fields; add +runs.NAME.FIELD=VALUE")
-    if WORST in variants:
-        raise ValueError(f"runs.{WORST} is the name of the ledger's worst case; take another")
+    for name in variants:
+        if name == WORST or name.endswith(OFF):
+            raise ValueError(f"runs.{name}: {WORST} and names that end in {OFF} are the script's own; take another")
     runs = {name: build(target, {**method, **changes}, f"runs.{name}.") for name, changes in variants.items()}
     model = build(get_class(values["model"].pop("_target_")), values["model"], "model.")
     streams = build(Streams, values["streams"], "streams.")
@@ -231,7 +235,9 @@ def run(asked: Diagnosis, runs: Mapping[str, KVPolicy], given: str = "") -> str:
     log.info("FullKV continued %d streams (%.0f s)", len(streams), time.perf_counter() - begin)
     plan = Plan(asked.model, budget, texts, streams, asked.codec_scores, asked.batch_size, asked.seed)
     jobs = {name: Run(policy) for name, policy in runs.items()}
-    worst = [policy for policy in runs.values() if isinstance(policy, QEvict) and policy.q > 0][:1]
+    if asked.tier_off:
+        jobs |= {f"{name}{OFF}": Run(policy, low_hidden=True) for name, policy in runs.items() if _quantizes(policy)}
+    worst = [policy for policy in runs.values() if isinstance(policy, QEvict) and _quantizes(policy)][:1]
     if worst:
         jobs[WORST] = Run(worst[0], oscillates=True)
     done = {}
@@ -256,6 +262,10 @@ def run(asked: Diagnosis, runs: Mapping[str, KVPolicy], given: str = "") -> str:
             files=files,
         )
     )
+
+
+def _quantizes(policy: KVPolicy) -> bool:
+    return len(policy.tiers) > 1 and not (isinstance(policy, QEvict) and policy.evict and policy.q == 0)
 
 
 def title_of(asked: Diagnosis, loaded: LoadedModel, given: str) -> list[str]:

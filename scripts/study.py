@@ -1,13 +1,15 @@
 """The study of what the paper leaves open: one change at a time to the preset `qevict`, on every family of tasks.
 
-    python scripts/study.py --model smollm2_135m --budget 0.1 --split dev [--points "key parameters" bits] [--heatmap]
+    python scripts/study.py --model smollm2_135m --budget 0.1 --split dev [--points "key parameters" bits]
+    python scripts/study.py --trials [snapkv ...]     every setting tried of each method, the lowest mean KL in bold
+    python scripts/study.py --heatmap                 KL over Omega and q
 
-Runs run.py once per change and family of configs/study.yaml with metrics.fidelity=true (finished runs cost nothing, so
-that it can be stopped and issued again), then prints Markdown tables: per family the change of KL(p_full || p_method)
-on the gold text in nats per token (below 0 is better than the preset) and of the score in points (above 0 is better),
-paired on the same examples, with 95 % intervals; the mean memory of the runs; a star where the interval excludes 0.
-With --heatmap, KL over Omega and q per family. A cell that cannot run says why. Exit codes: 0; 1 if a run failed; 2 for
-a mistake in the input.
+Runs run.py once per change and task of configs/study.yaml with metrics.fidelity=true (finished runs cost nothing, so
+that it can be stopped and issued again), then prints a Markdown table. By default: per family the change of
+KL(p_full || p_method) on the gold text in nats per token (below 0 is better than the preset) and of the score in
+points (above 0 is better), paired on the same examples, with 95 % intervals; `all` is the mean of the subsets, memory
+the range over families; a star where the interval excludes 0. A cell that cannot run says why. Exit codes: 0; 1 if a
+run failed; 2 for a mistake in the input; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,12 +19,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -31,23 +32,25 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
-from qevict_bench.statistics import bootstrap  # noqa: E402
+from qevict_bench.statistics import macro_interval  # noqa: E402
 
-KL = "gold.kl"
+ALL = "all"
+PRESET = "qevict"
+
+
+class Family(NamedTuple):
+    """Subsets of a task (a name under `runs` of configs/study.yaml)."""
+
+    run: str
+    subsets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Cell:
     """The rows of one run that are ok, by example; `reason` says why there are none."""
 
-    rows: dict[str, Row]
+    rows: Mapping[str, Row]
     reason: str = ""
-
-    @property
-    def memory(self) -> float:
-        """Mean share of FullKV's bytes while the gold text is read (while answering, where it has one token)."""
-        shares = [(row.fidelity or {}).get("gold.memory", (row.fractions or {})["mean"]) for row in self.rows.values()]
-        return fmean(shares)
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,30 @@ class Study:
 
     common: tuple[str, ...]
     results_dir: Path
-    families: dict[str, str]
-    failed: list[str]
+    runs: Mapping[str, str]
+    families: Mapping[str, Family]
+    failed: list[str] = field(default_factory=list)
+    _done: dict[tuple[str, str], Cell] = field(default_factory=dict)
 
-    def cell(self, change: str, family: str) -> Cell:
-        """Run (or find finished) what `change` does to the preset on a family."""
-        method = [] if re.search(r"(^| )method=", change) else ["method=qevict"]
-        arguments = [*method, *change.split(), *self.families[family].split(), *self.common]
+    def cells(self, change: str) -> dict[str, Cell]:
+        """What `change` does to the preset, by family, and under ALL everything that ran."""
+        whole = {run: self._ran(change, run) for run in {family.run: None for family in self.families.values()}}
+        cells = {
+            name: Cell({k: row for k, row in whole[run].rows.items() if row.subset in subsets}, whole[run].reason)
+            for name, (run, subsets) in self.families.items()
+        }
+        if any(not cell.rows for cell in cells.values()):  # a mean over fewer families is another mean
+            return cells | {ALL: Cell({}, "n/a")}
+        return cells | {ALL: Cell({k: row for cell in cells.values() for k, row in cell.rows.items()})}
+
+    def _ran(self, change: str, run: str) -> Cell:
+        if (change, run) not in self._done:
+            self._done[change, run] = self._run(change, run)
+        return self._done[change, run]
+
+    def _run(self, change: str, run: str) -> Cell:
+        method = [] if re.search(r"(^| )method=", change) else [f"method={PRESET}"]
+        arguments = [*method, *change.split(), *self.runs[run].split(), *self.common]
         command = [sys.executable, str(ROOT / "run.py"), *arguments, f"results_dir={self.results_dir}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = re.findall(r"^run ([0-9a-f]{12}):", done.stdout, flags=re.MULTILINE)
@@ -72,7 +92,7 @@ class Study:
         if done.returncode == 2 and not change:  # the preset itself: nothing else can run either
             raise ValueError(f"run.py {shlex.join(arguments)}: {last}")
         if not found:
-            self.failed.append(f"{change or 'qevict'}, {family}: {last}")
+            self.failed.append(f"{change or PRESET}, {run}: {last}")
             return Cell({}, last)
         rows, _ = read_rows(self.results_dir / found[0] / "rows.jsonl")
         good = {name: row for name, row in rows.items() if row.status == "ok"}
@@ -82,7 +102,7 @@ class Study:
 
 def kl(row: Row) -> float | None:
     """None where the gold text has one token only."""
-    return (row.fidelity or {}).get(KL)
+    return (row.fidelity or {}).get("gold.kl")
 
 
 def score(row: Row) -> float | None:
@@ -91,64 +111,88 @@ def score(row: Row) -> float | None:
 
 
 def change_of(cell: Cell, base: Cell, value: Callable[[Row], float | None], digits: int) -> str:
-    """Mean of cell - base over the examples that have the value in both."""
-    pairs = {name: (value(row), value(base.rows[name])) for name, row in cell.rows.items() if name in base.rows}
-    known = {name: (mine, its) for name, (mine, its) in pairs.items() if mine is not None and its is not None}
-    if not known:
-        return "n/a" if pairs else cell.reason or base.reason or "no example is ok in both"
-    groups = [base.rows[name].group for name in known]
-    values = [mine - its for mine, its in known.values()]
-    found = bootstrap(values, groups if all(groups) else ()).interval()
+    """Mean over subsets of the mean of cell - base, of the examples that have the value in both."""
+    strata: dict[str, list[tuple[float, str]]] = {}
+    for name, row in cell.rows.items():
+        mine, its = value(row), value(base.rows[name]) if name in base.rows else None
+        if mine is not None and its is not None:
+            strata.setdefault(row.subset, []).append((mine - its, row.group or name))
+    if not strata:
+        return "n/a" if cell.rows and base.rows else cell.reason or base.reason or "n/a"
+    values, groups = ([[pair[i] for pair in pairs] for pairs in strata.values()] for i in (0, 1))
+    found = macro_interval(values, groups)
     star = "*" if found.low > 0 or found.high < 0 else ""
     return f"{found.value:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]{star}"
+
+
+def mean_of(cell: Cell, value: Callable[[Row], float | None]) -> float | None:
+    """Mean over subsets; None without values."""
+    subsets = dict.fromkeys(row.subset for row in cell.rows.values())
+    each = [[x for row in cell.rows.values() if row.subset == s and (x := value(row)) is not None] for s in subsets]
+    return fmean([fmean(values) for values in each if values]) if any(each) else None
+
+
+def level(cell: Cell) -> str:
+    shown = [("n/a" if x is None else f"{x:.{d}f}") for x, d in ((mean_of(cell, kl), 3), (mean_of(cell, score), 0))]
+    return "; ".join(shown) + f" (n = {len(cell.rows)})" if cell.rows else cell.reason
+
+
+def memory(cells: Iterable[Cell]) -> str:
+    """Least and most mean share of FullKV's bytes while the gold text is read (or, of one token, while answering)."""
+
+    def share(row: Row) -> float:
+        return (row.fidelity or {}).get("gold.memory", (row.fractions or {})["mean"])
+
+    known = [fmean(share(row) for row in cell.rows.values()) for cell in cells if cell.rows]
+    return f"{min(known):.3f} - {max(known):.3f}" if known else ""
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
-def points_table(study: Study, points: dict[str, list[str]]) -> str:
+def points_table(study: Study, points: Mapping[str, Sequence[str]]) -> str:
     """KL and score of every change beside the preset's."""
-    base = {family: study.cell("", family) for family in study.families}
-    levels = [_level(cell) for cell in base.values()]
-    lines = [["preset qevict (levels)", _memory(base.values()), *levels]]
+    base = study.cells("")
+    lines = [[f"preset {PRESET} (levels)", memory(base.values()), *map(level, base.values())]]
     for point, changes in points.items():
         for change in changes:
-            cells = {family: study.cell(change, family) for family in study.families}
-            label = f"{point}: {change.replace('method.', '').replace('method=', '')}"
+            cells = study.cells(change)
             shown = [
-                f"{change_of(cell, base[family], kl, 3)}; {change_of(cell, base[family], score, 0)}"
+                f"{change_of(cell, base[name], kl, 3)}; {change_of(cell, base[name], score, 0)}"
                 if cell.rows
                 else cell.reason
-                for family, cell in cells.items()
+                for name, cell in cells.items()
             ]
-            lines.append([label, _memory(cells.values()), *shown])
-    return table(["change", "memory", *(f"{family}: KL; score" for family in study.families)], lines)
+            lines.append([f"{point}: {_short(change)}", memory(cells.values()), *shown])
+    return table(["change", "memory", *(f"{name}: KL; score" for name in base)], lines)
 
 
-def _level(cell: Cell) -> str:
-    if not cell.rows:
-        return cell.reason
-    kls, scores = ([x for row in cell.rows.values() if (x := value(row)) is not None] for value in (kl, score))
-    shown = (f"{fmean(x):.{digits}f} (n = {len(x)})" if x else "n/a" for x, digits in ((kls, 3), (scores, 0)))
-    return "; ".join(shown)
-
-
-def _memory(cells: Any) -> str:
-    known = [cell.memory for cell in cells if cell.rows]
-    return f"{min(known):.3f} - {max(known):.3f}" if known else ""
+def trials_table(study: Study, trials: Mapping[str, Sequence[str]]) -> str:
+    """KL and score of every setting tried; each method's lowest mean KL in bold."""
+    lines = []
+    for method, settings in trials.items():
+        tried = [(each, study.cells(f"method={method} {each}".strip())) for each in settings]
+        known = [x for _, cells in tried if (x := mean_of(cells[ALL], kl)) is not None]
+        for each, cells in tried:
+            best = "**" if known and mean_of(cells[ALL], kl) == min(known) else ""
+            name = f"{best}{_short(each) or 'as it is'}{best}"
+            lines.append([method, name, memory(cells.values()), *map(level, cells.values())])
+    return table(["method", "setting", "memory", *(f"{x}: KL; score" for x in (*study.families, ALL))], lines)
 
 
 def heatmap(study: Study, omegas: Sequence[int], shares: Sequence[float]) -> str:
-    """KL per family over Omega (lines) and q (columns)."""
+    """KL and score per family over Omega (lines) and q (columns)."""
+    cells = {(o, q): study.cells(f"method.omega={o} method.q={q}") for o in omegas for q in shares}
     parts = []
-    for family in study.families:
-        cells = {
-            pair: study.cell("method.omega={} method.q={}".format(*pair), family) for pair in product(omegas, shares)
-        }
-        lines = [[str(omega), *(_level(cells[omega, q]) for q in shares)] for omega in omegas]
-        parts.append(f"{family} (KL; score)\n\n{table(['Omega', *(f'q {q}' for q in shares)], lines)}")
+    for name in (*study.families, ALL):
+        lines = [[str(o), *(level(cells[o, q][name]) for q in shares)] for o in omegas]
+        parts.append(f"{name} (KL; score)\n\n{table(['Omega', *(f'q {q}' for q in shares)], lines)}")
     return "\n\n".join(parts)
+
+
+def _short(change: str) -> str:
+    return change.replace("method.", "").replace("method=", "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,21 +201,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2_135m")
     parser.add_argument("--budget", default="0.1")
     parser.add_argument("--split", default="dev", choices=["dev", "test"])
-    parser.add_argument("--limit", type=int, default=6, help="examples per subset")
+    parser.add_argument("--limit", type=int, default=4, help="examples per subset")
     parser.add_argument("--length", type=int, default=1024, help="tokens of context")
-    parser.add_argument("--points", nargs="*", default=list(known["points"]), choices=list(known["points"]))
-    parser.add_argument("--families", nargs="*", default=list(known["families"]), choices=list(known["families"]))
-    parser.add_argument("--heatmap", action="store_true")
+    parser.add_argument("--families", nargs="+", default=list(known["families"]), choices=list(known["families"]))
     parser.add_argument("--results-dir", type=Path, default=Path("results/study"))
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--points", nargs="+", default=list(known["points"]), choices=list(known["points"]))
+    what.add_argument("--trials", nargs="*", choices=list(known["trials"]), help="of these methods, or of all")
+    what.add_argument("--heatmap", action="store_true")
     args = parser.parse_args(argv)
     common = [f"model={args.model}", f"budget={args.budget}", f"split={args.split}", f"limit={args.limit}"]
     common += [f"batch_size={args.limit}", f"profile.context_length={args.length}", "metrics.fidelity=true"]
-    families = {family: known["families"][family] for family in args.families}
-    study = Study(tuple(common), args.results_dir, families, [])
+    families = {name: Family(**known["families"][name]) for name in args.families}
+    study = Study(tuple(common), args.results_dir, known["runs"], families)
     try:
-        text = points_table(study, {point: known["points"][point] for point in args.points})
         if args.heatmap:
-            text += f"\n\n{heatmap(study, known['heatmap']['omega'], known['heatmap']['q'])}"
+            text = heatmap(study, known["heatmap"]["omega"], known["heatmap"]["q"])
+        elif args.trials is not None:
+            text = trials_table(study, {name: known["trials"][name] for name in args.trials or known["trials"]})
+        else:
+            text = points_table(study, {point: known["points"][point] for point in args.points})
     except (ValueError, Damaged) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -41,6 +41,7 @@ from methods.zipcache import ZipCache
 from qevict_bench import attention
 from qevict_bench.agreement import score_agreement
 from qevict_bench.budget import Budget
+from qevict_bench.codecs import Tier
 from qevict_bench.diagnostics import NOT_YET, History, churn, fmm, lir, moves, needle_fate, regret
 from qevict_bench.lockstep import Part, Protected, Stream, observe_streams, protected_by
 from qevict_bench.models import LoadedModel, ModelSpec
@@ -396,6 +397,46 @@ def test_a_known_eviction_gets_the_mass_that_transformers_puts_there() -> None:
     assert float(fmm(record.history)[0]) == pytest.approx(float(missed.mean()), abs=1e-5)
     fate = needle_fate(record.history, torch.tensor([50, 52, 53, 60]), event=0)
     assert fate == {"full": 0.5, "quantized": 0, "evicted": 0.5}
+
+
+@dataclass(frozen=True)
+class QuantizeRest(KeepSuffix):
+    """Quantizes what KeepSuffix evicts."""
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return QEvict().tiers
+
+    def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
+        return [
+            Placement(torch.where(place.tier_BHU == EVICTED, 1, place.tier_BHU))
+            for place in super().place(views, allowance)
+        ]
+
+
+def test_a_hidden_tier_is_as_good_as_evicted() -> None:
+    hidden, gone = one(QuantizeRest(8), UNBOUNDED, low_hidden=True), one(KeepSuffix(8), UNBOUNDED)
+    torch.testing.assert_close(hidden.kl_S, gone.kl_S, equal_nan=True)
+    torch.testing.assert_close(hidden.output_error_SL, gone.output_error_SL)
+    torch.testing.assert_close(hidden.shares_S5[:, 2], gone.missed_S)
+    assert float(hidden.missed_S.max()) == 0
+    seen = one(QuantizeRest(8), UNBOUNDED)
+    assert float(seen.output_error_SL.mean()) < 0.5 * float(gone.output_error_SL.mean())
+
+
+def test_what_is_hidden_collects_no_scores() -> None:
+    LOG.clear()
+    record = one(Logged(**asdict(QEVICT)), Budget("0.5"), low_hidden=True)
+    score, quantized = record.score_KLTU, record.history.quantized_KLTU
+    assert score is not None
+    known = quantized & ~score.isnan()
+    assert int(known.sum()) > 20
+    assert float(score[known].abs().max()) == 0
+    events = [mass for _, mass in LOG if mass]
+    assert all(abs(sum(mass.values()) - round(sum(mass.values()))) < 1e-4 for mass in events)  # all of every query
+    seen = one(Logged(**asdict(QEVICT)), Budget("0.5")).score_KLTU
+    assert seen is not None
+    assert float(seen[known].nanmean()) > 0.1
 
 
 def test_sink_and_recent_are_the_methods_own_or_given() -> None:

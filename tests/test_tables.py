@@ -211,19 +211,58 @@ def test_methods_are_ranked_by_both(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_study_runs_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A change that changes nothing (the default) differs by 0; a cell that fails is named."""
+    """A change that changes nothing (the default) differs by 0; a cell that fails is named, and the mean with it."""
     study = script("study")
-    families = {"needles": "task=needle task.lengths=[640] task.depths=[0.5]", "none": "task=needle task.source=hub"}
+    runs = {"needles": "task=needle task.lengths=[640] task.depths=[0.5]", "none": "task=needle task.source=hub"}
+    subset = "640@50%"
+    both = {"one": study.Family("needles", (subset,)), "other": study.Family("none", ("x",))}
     common = ("model=tiny", "budget=0.5", "limit=2", "batch_size=2", "metrics.fidelity=true")
-    made = study.Study(common, tmp_path, families, [])
-    base, same = made.cell("", "needles"), made.cell("method.sink=5", "needles")
-    assert len(base.rows) == len(same.rows) == 2
-    assert study.change_of(same, base, study.kl, 3) == "+0.000 [+0.000, +0.000]"
-    assert study.kl(next(iter(base.rows.values()))) > 0
-    broken = made.cell("method.sink=5", "none")
-    assert not broken.rows
-    assert "needles can only be generated" in broken.reason
+    made = study.Study(common, tmp_path, runs, {"one": both["one"]})
+    base, same = made.cells(""), made.cells("method.sink=5")
+    assert len(base["one"].rows) == len(base["all"].rows) == len(same["one"].rows) == 2
+    assert study.change_of(same["one"], base["one"], study.kl, 3) == "+0.000 [+0.000, +0.000]"
+    kls = [study.kl(row) for row in base["one"].rows.values()]
+    assert study.mean_of(base["one"], study.kl) == pytest.approx(sum(kls) / 2)
+    assert min(kls) > 0
+    made = study.Study(common, tmp_path, runs, both)
+    broken = made.cells("method.sink=5")
+    assert len(broken["one"].rows) == 2
+    assert not broken["other"].rows
+    assert not broken["all"].rows
+    assert "needles can only be generated" in broken["other"].reason
     assert len(made.failed) == 1
     with pytest.raises(ValueError, match="needles can only be generated"):
-        made.cell("", "none")
+        made.cells("")
     assert "done: run.py method=qevict" in capsys.readouterr().err
+
+
+def study_row(name: str, subset: str, kl: float, score: float) -> Row:
+    return row(
+        subset, 0, score, example_id=name, metrics={"match": score}, fidelity={"gold.kl": kl, "gold.memory": 0.1}
+    )
+
+
+def test_study_means_weigh_subsets_alike() -> None:
+    study = script("study")
+    base = study.Cell({n: study_row(n, s, k, 0.0) for n, s, k in (("a", "x", 1.0), ("b", "x", 3.0), ("c", "y", 5.0))})
+    cell = study.Cell({n: study_row(n, s, k, 0.5) for n, s, k in (("a", "x", 0.0), ("b", "x", 2.0), ("c", "y", 8.0))})
+    assert study.mean_of(base, study.kl) == 3.5
+    assert study.change_of(cell, base, study.kl, 1).startswith("+1.0 [")  # (-1 + 3) / 2
+    assert study.change_of(cell, base, study.score, 0).startswith("+50 [")
+    assert study.level(base) == "3.500; 0 (n = 3)"
+    assert study.memory([base]) == "0.100 - 0.100"
+
+
+def test_the_best_of_the_trials_is_in_bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("study")
+    values = {"method=snapkv": 2.0, "method=snapkv method.window=16": 1.0, "method=h2o": 3.0}
+
+    def cells(self: object, change: str) -> dict[str, object]:
+        cell = study.Cell({"a": study_row("a", "x", values[change], 0.0)})
+        return {"one": cell, "all": cell}
+
+    monkeypatch.setattr(study.Study, "cells", cells)
+    made = study.Study((), Path(), {}, {"one": study.Family("needles", ("x",))})
+    text = study.trials_table(made, {"snapkv": ["", "method.window=16"], "h2o": [""]})
+    settings = [line.split(" | ")[1] for line in text.splitlines()[2:]]
+    assert settings == ["as it is", "**window=16**", "**as it is**"]

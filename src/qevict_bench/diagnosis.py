@@ -44,10 +44,13 @@ class Text(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One method on the streams. `oscillates`: its tiers, under the scores of oscillation.py."""
+    """One method on the streams. `oscillates`: its tiers, under the scores of oscillation.py. `low_hidden`: nothing
+    attends to its quantized tier.
+    """
 
     policy: KVPolicy
     oscillates: bool = False
+    low_hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,13 @@ def observe(plan: Plan, loaded: LoadedModel, run: Run) -> Observed:
         for begin in range(0, num, plan.batch_size):
             part = slice(begin, min(begin + plan.batch_size, num))
             records = observe_streams(
-                loaded, policy, plan.budget, plan.streams[part], seed=plan.seed, coded_scores=plan.codec_scores
+                loaded,
+                policy,
+                plan.budget,
+                plan.streams[part],
+                seed=plan.seed,
+                coded_scores=plan.codec_scores,
+                low_hidden=run.low_hidden,
             )
             measured += [
                 measure(record, text.answer, plan.seed) for record, text in zip(records, plan.texts[part], strict=True)

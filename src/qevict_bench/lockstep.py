@@ -84,12 +84,14 @@ def observe_streams(
     seed: int,
     protected: Callable[[KVPolicy], Protected] = protected_by,
     coded_scores: bool = False,
+    low_hidden: bool = False,
     prefill_chunk: int = 1024,
 ) -> list[Record]:
     """One record per stream, in their order. Streams that share a fitted policy and the form of their parts run as one
     batch, and FullKV holds every stream whole: pass fewer at a time where memory is short.
 
-    `coded_scores` also scores coded keys, which costs about as much as FullKV's side again.
+    `coded_scores` also scores coded keys, which costs about as much as FullKV's side again. With `low_hidden` the
+    method does not attend to its low-bit tiers: what is quantized collects no scores, and comes back only by promotion.
     Raises ValueError for streams longer than the model's context, and what `generate` raises.
     """
     policy.admit(budget)
@@ -104,7 +106,7 @@ def observe_streams(
     for (fitted, _), members in batches.items():
         layout = Layout(fitted.unit, fitted.offset, *protected(fitted))
         mine = [streams[i] for i in members]
-        batch = _Batch(loaded, fitted, budget, mine, seed, layout, coded_scores, prefill_chunk)
+        batch = _Batch(loaded, fitted, budget, mine, seed, layout, coded_scores, low_hidden, prefill_chunk)
         done.update(zip(members, batch.records(), strict=True))
     return [done[i] for i in range(len(streams))]
 
@@ -117,6 +119,8 @@ class _Method(KVSession):
         names = [batch.seed_of(stream) for stream in batch.streams]
         super().__init__(batch.loaded, batch.policy, batch.budget, len(later), max_new=later, seeds=names)
         self.batch = batch
+        for layer in self.layers.values():
+            layer.low_hidden = batch.low_hidden
         self.routed = False
         self.outputs: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {index: [] for index in self.layers}
         self.before: list[Tensor] = []  # score [L, T, U] of every row before the last event
@@ -185,6 +189,7 @@ class _Batch:
     seed: int
     layout: Layout
     coded_scores: bool
+    low_hidden: bool
     chunk: int
 
     def seed_of(self, stream: Stream) -> str:

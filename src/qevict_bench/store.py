@@ -72,6 +72,7 @@ class LayerStore:
         self.host: tuple[Tensor, ...] = ()  # exact keys and values of low-bit entries, in host memory
         self.seq_len, self.prompt_len, self.event_len = [0] * num_rows, [0] * num_rows, [0] * num_rows
         self.dense = True  # nothing was moved yet: slots and positions agree
+        self.low_hidden = False  # low-bit tiers are held and routed, but nobody attends to them: a diagnostic
         self._index: dict[int, Tensor] = {}
         self.rng, self._w_o = rng, w_o
         if policy.rope == "compact" and len(self.tiers) > 1:
@@ -108,7 +109,11 @@ class LayerStore:
         """Everything attended to: the full tier alone, or a copy with the low-bit tiers decoded in front of it."""
         if self.working is not None:
             return self.working
-        if not any(lane.slot for lane in self.keys.lanes) or not bool((self.table.tier > FULL).any()):
+        if (
+            self.low_hidden
+            or not any(lane.slot for lane in self.keys.lanes)
+            or not bool((self.table.tier > FULL).any())
+        ):
             return self.full
         working = self._decoded()
         if keep_working_copy:
@@ -227,9 +232,10 @@ class LayerStore:
             rect = self.table.rect()
             lens = (rect.end[row].clamp(max=self.table.covered[row]) - rect.pos[row]).clamp(min=0)
             tier, units = rect.tier[row], torch.arange(rect.pos.shape[-1], device=self.device)
+            lows = range(1, 1 if self.low_hidden else len(self.tiers))
             heads = []
             for head in range(len(tier)):
-                low = [units[tier[head] == t].repeat_interleave(self.policy.unit) for t in range(1, len(self.tiers))]
+                low = [units[tier[head] == t].repeat_interleave(self.policy.unit) for t in lows]
                 full = (tier[head] == FULL) & (rect.pos[row, head] >= 0)
                 heads.append(torch.cat((*low, units[full].repeat_interleave(lens[head][full]))))
             width = max(map(len, heads))
