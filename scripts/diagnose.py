@@ -45,7 +45,7 @@ from qevict_bench.diagnosis import Plan, Run, Text, continued, layer_errors, loo
 from qevict_bench.diagnosis_figures import figures_of  # noqa: E402
 from qevict_bench.figures import save  # noqa: E402
 from qevict_bench.findings import Findings, read_paper, render  # noqa: E402
-from qevict_bench.measures import spreads  # noqa: E402
+from qevict_bench.measures import differences, spreads  # noqa: E402
 from qevict_bench.models import LoadedModel, ModelSpec  # noqa: E402
 from qevict_bench.policy import KVPolicy  # noqa: E402
 from qevict_bench.results import RunFailed  # noqa: E402
@@ -256,6 +256,7 @@ def run(asked: Diagnosis, runs: Mapping[str, KVPolicy], given: str = "") -> str:
             num_streams=len(streams),
             num_looping=sum(map(loops, streams)),
             runs={name: table[name] for name in done},
+            kl_change=differences({name: run.streams for name, run in done.items()}, "kl"),
             errors={name: layer_errors(observed.streams) for name, observed in done.items()},
             worst=oscillation.streams[0].scalars if oscillation else {},
             paper=paper,

@@ -141,6 +141,8 @@ def test_files_and_report_agree_with_the_records(diagnose: Call, tmp_path: Path)
     text = "\n".join(out)
     mean = float(summary["three", "fmm.mean"]["mean"])
     assert re.search(rf"FMM, mean over events +[\d.]+ ±[\d.]+ +{100 * mean:.2f} ±", text)
+    change = [float(scalars["three", x.name]["kl"]) - float(scalars["two", x.name]["kl"]) for x in streams]
+    assert re.search(rf"\n  three - two +{re.escape(f'{sum(change) / 2:+.3f}')} \[", text)
     assert "small model: not a reproduction" in text
     assert "(prefill_scores=all)" in out[0]
     assert max(map(len, out)) <= 100
@@ -176,6 +178,19 @@ def test_other_methods(diagnose: Call, tmp_path: Path, method: str) -> None:
     assert sum(shares) == pytest.approx(1, abs=1e-5)
     if method == "full_kv":
         assert (float(row["fmm.mean"]), float(row["churn.held"]), float(row["fraction"])) == (0, 0, 1)
+
+
+def test_a_tier_that_is_off(diagnose: Call, tmp_path: Path) -> None:
+    """A second run of whatever quantizes, in which what is quantized is as good as gone."""
+    variants = ("method=qevict", "+runs.two.q=0", "+runs.three.q=0.9", "tier_off=true", "output_dir=.")
+    code, out, err = diagnose(*TINY, "budget=0.35", *variants)
+    assert code == 0, err
+    kl: dict[str, list[float]] = {}
+    for row in rows(tmp_path / "scalars.csv"):
+        kl.setdefault(row["run"], []).append(float(row["kl"]))
+    assert list(kl) == ["two", "three", "three-off", "oscillation"]
+    assert all(seen < off for seen, off in zip(kl["three"], kl["three-off"], strict=True))
+    assert any("three-off - three" in line for line in out)
 
 
 @pytest.mark.slow
@@ -256,7 +271,7 @@ MISTAKES = [
     ("method.window=0", "method.window=0 must be at least 1$"),
     ("+runs.a.windo=3", "runs.a.windo=3 is no field of QEvict; fields: omega"),
     ("+runs.a=3", "runs={'a': 3} is no mapping"),
-    ("+runs.oscillation.q=0", "runs.oscillation is the name of"),
+    ("+runs.oscillation.q=0", "runs.oscillation: oscillation and names that end in"),
     ("paper=nowhere.csv", "paper=nowhere.csv cannot be read"),
     ("limit=3", "limit is no field; fields: model, method, streams, budget"),
     ("method=kvquant", ".*python scripts/calibrate_kvquant.py model=tiny"),
@@ -322,6 +337,7 @@ def findings(**changes: Any) -> Findings:
         "num_looping": 1,
         "runs": {f"a run with a name {number}": {**spreads, **fixed} for number in range(7)},
         "errors": {"a": [0.1] * 80},
+        "kl_change": {("a run with a name 0", "another with a name " + 3 * "longer "): Spread(-0.5, -0.75, -0.25, 3)},
         "worst": dict.fromkeys(("k_full", "k_quantized", "churn.full", "fraction"), 0.5)
         | dict.fromkeys(("ledger.bytes", "ledger.share", "ledger.peak"), 0.1),
         "paper": [PaperFigure("a run with a name 0", "churn.held", "0.017", "~", "A note.")],
@@ -338,6 +354,8 @@ def test_a_report_of_many_runs_fits_a_terminal() -> None:
     different = next(i for i, line in enumerate(lines) if line.startswith("Different setting"))
     assert lines.index("  Causes of differences: untested.") > different
     assert "1 of 3 continuations loop" in "\n".join(lines)
+    [pair] = [line for line in lines if line.endswith("-0.500 [-0.750, -0.250]*")]
+    assert pair.startswith("  another with a name longer lo… - a run with a name 0 ")
     assert "protected-bound" in "\n".join(lines)
 
 

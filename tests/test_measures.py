@@ -10,7 +10,7 @@ import torch
 from tiny_models import KeepSuffix
 
 from qevict_bench.diagnostics import NOT_YET, History, Layout
-from qevict_bench.measures import Answer, Curve, Measured, busiest, mean_curve, measure, spread, spreads
+from qevict_bench.measures import Answer, Curve, Measured, busiest, differences, mean_curve, measure, spread, spreads
 from qevict_bench.policy import EVICTED, FULL
 from qevict_bench.record import Record, Sizes
 from qevict_bench.statistics import bootstrap
@@ -192,3 +192,14 @@ def test_spreads_and_curves_over_streams() -> None:
     points, each = mean_curve(streams, lambda one: (one.curves["fmm"].at, one.curves["fmm"].columns["evicted"]))
     assert points == [0, 8, 16]
     assert [(spread_.value, spread_.num) for spread_ in each] == [(pytest.approx(0.2), 2), (0.5, 1), (0.7, 1)]
+
+
+def test_runs_are_compared_on_the_same_streams() -> None:
+    def run(**kl: float) -> list[Measured]:
+        return [Measured(name, {"kl": value}, {}) for name, value in kl.items()]
+
+    runs = {"p": run(a=1.0, b=2.0, c=5.0), "q": run(c=4.0, b=4.0, a=nan), "r": run(a=0.0)}
+    found = differences(runs, "kl")
+    assert list(found) == [("p", "q"), ("p", "r"), ("q", "r")]
+    assert [(each.value, each.num) for each in found.values()][:2] == [(0.5, 2), (-1.0, 1)]  # (4 - 5 + 4 - 2) / 2
+    assert found["q", "r"].num == 0

@@ -48,7 +48,8 @@ class PaperFigure(NamedTuple):
 @dataclass(frozen=True)
 class Findings:
     """What a diagnosis found. `runs` holds every scalar over streams by run, `errors` the mean output error per layer
-    by run, `worst` the scalars of the oscillating workload on one stream (empty if there was none).
+    by run, `kl_change` the KL of a pair's second run minus the first's, `worst` the scalars of the oscillating workload
+    on one stream (empty if there was none).
     """
 
     title: Sequence[str]
@@ -56,6 +57,7 @@ class Findings:
     num_looping: int
     runs: Mapping[str, Mapping[str, Spread]]
     errors: Mapping[str, Sequence[float]]
+    kl_change: Mapping[tuple[str, str], Spread]
     worst: Mapping[str, float]
     paper: Sequence[PaperFigure]
     files: Sequence[Path]
@@ -157,7 +159,7 @@ SECTIONS = (
 def render(found: Findings) -> str:
     """The whole report."""
     parts = [list(found.title), *([*_section(section, found)] for section in SECTIONS)]
-    parts += [list(_layers(found)), list(_worst(found)), list(_paper(found)), list(_notes(found))]
+    parts += [list(_layers(found)), list(_pairs(found)), list(_worst(found)), list(_paper(found)), list(_notes(found))]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -218,6 +220,16 @@ def _layers(found: Findings) -> Iterator[str]:
     for name, errors in found.errors.items():
         each = " ".join(f"{100 * error:.0f}" for error in errors)
         yield from wrapped(f"{name}: {each}", WIDTH, "  ", "    ")
+
+
+def _pairs(found: Findings) -> Iterator[str]:
+    known = {pair: spread for pair, spread in found.kl_change.items() if spread.num}
+    if not known:
+        return
+    yield "KL of one run minus that of another on the same streams, nats; * where the interval excludes 0"
+    for (first, second), spread in known.items():
+        name, star = f"{cut(second, 30)} - {cut(first, 30)}", "*" if spread.low > 0 or spread.high < 0 else ""
+        yield f"  {fitted(name, 64)} {spread.value:+.3f} [{spread.low:+.3f}, {spread.high:+.3f}]{star}"
 
 
 def _worst(found: Findings) -> Iterator[str]:

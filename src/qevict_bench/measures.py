@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import combinations
 from math import isnan, nan
 from typing import NamedTuple
 
@@ -221,6 +222,15 @@ def spreads(streams: Sequence[Measured]) -> dict[str, Spread]:
     """Every scalar over the streams of one run."""
     keys = dict.fromkeys(key for each in streams for key in each.scalars)
     return {key: spread(each.scalars.get(key, nan) for each in streams) for key in keys}
+
+
+def differences(runs: Mapping[str, Sequence[Measured]], key: str) -> dict[tuple[str, str], Spread]:
+    """The scalar of the second run of every pair minus that of the first, on the same streams."""
+    value = {name: {each.stream: each.scalars.get(key, nan) for each in streams} for name, streams in runs.items()}
+    return {
+        (first, second): spread(x - value[first].get(stream, nan) for stream, x in value[second].items())
+        for first, second in combinations(value, 2)
+    }
 
 
 def mean_curve(
