@@ -57,8 +57,10 @@ class QEvictHybrid(QEvict):
         shape, equal = split.score_BHU.shape, super().divide(split, allowance)
         num_BH = ((equal == FULL) & split.candidate_BHU).sum(-1) * self.alpha
         sure_BHU = rank(split.score_BHU, split.eligible_BHU) < num_BH.floor()[..., None]
-        first = split._replace(score_BHU=split.score_BHU + sure_BHU * (1 + split.score_BHU.amax()))
-        joined = Split(*(x.flatten(1)[:, None] if isinstance(x, Tensor) else x for x in first))
+        first_BHU = split.score_BHU + sure_BHU * (1 + split.score_BHU.amax())
+        parts = (first_BHU, split.candidate_BHU, split.eligible_BHU, split.protected_BHU)
+        first, candidate, eligible, protected = (x.flatten(1)[:, None] for x in parts)
+        joined = Split(first, candidate, eligible, protected, split.q, split.fill)
         return super().divide(joined, _Joined(allowance, shape)).view(shape)
 
 
