@@ -1,7 +1,8 @@
 """Evaluate one method on one task with one model: python run.py method=qevict task=ruler budget=0.2
 
 Every field of configs/run.yaml can be set that way; --help lists the choices. Exit codes: 0 done, 1 no result, 2 a
-mistake in the input (one line on stderr), 130 interrupted. QEVICT_BENCH_TRACEBACK=1 shows tracebacks.
+mistake in the input (one line on stderr), 130 interrupted, 143 terminated, 140 stopped by SIGUSR2 (as Slurm warns of a
+time limit). QEVICT_BENCH_TRACEBACK=1 shows tracebacks.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -42,17 +45,26 @@ def main(cfg: DictConfig) -> None:
         sys.exit(report(error))
 
 
+class Terminated(KeyboardInterrupt):
+    """A signal that ends the process: what is open is closed first. args[0] is the signal."""
+
+
 def command_line(arguments: list[str], job: Callable[[], None] = main) -> int:
     """Run `job`, a Hydra main over configs/run.yaml, with these arguments; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     allow_any_sign()
     for text in arguments:
-        if label := re.match(r"\+*((?:method|reference|model|protocol|profile|task)\.(?:name|_target_))=", text):
+        if label := re.match(
+            r"\+*((?:method|reference|model|protocol|profile|task|tracker)\.(?:name|_target_))=", text
+        ):
             return report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
         if problem := _syntax(text):
             return report(ValueError(problem))
     # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
-    sys.argv[1:] = [re.sub(r"^(method|reference|task|model)\.", r"++\g<0>", text) for text in arguments]
+    sys.argv[1:] = [re.sub(r"^(method|reference|task|model|tracker)\.", r"++\g<0>", text) for text in arguments]
+    handled = [each for each in (signal.SIGTERM, signal.SIGUSR2) if signal.getsignal(each) is signal.SIG_DFL]
+    for each in handled:
+        signal.signal(each, _end)
     try:
         job()
     except SystemExit as done:
@@ -61,7 +73,14 @@ def command_line(arguments: list[str], job: Callable[[], None] = main) -> int:
         if _SHOW_TRACEBACK:
             raise
         return report(error)
+    finally:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Terminated(signal.Signals(number))
 
 
 def _syntax(text: str) -> str:
@@ -85,7 +104,9 @@ def _syntax(text: str) -> str:
 def report(error: BaseException) -> int:
     """Say in one line what went wrong, and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        message, code = "interrupted; re-issue the command to continue", 130
+        number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
+        name = f" by {number.name}" if isinstance(error, Terminated) else ""
+        message, code = f"interrupted{name}; re-issue the command to continue", 128 + number
     else:
         message, code = _one_line(error), 1 if isinstance(error, RunFailed) else 2
     print(f"error: {message}", file=sys.stderr, flush=True)

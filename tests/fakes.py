@@ -246,6 +246,7 @@ def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:
             "task": {"_target_": "fakes.FakeTask"},
             "protocol": {"name": "query_aware"},
             "metrics": {"fidelity": False},
+            "tracker": {"_target_": "qevict_bench.tracking.Off"},
             "profile": {"name": "quick"},
             "budget": 0.2,
             "basis": "sequence",

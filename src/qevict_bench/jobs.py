@@ -97,8 +97,11 @@ class Bench:
                     f"{ids[row.place]}",
                 )
 
-    def complete(self, job: Job, folder: RunFolder, counting: Counting) -> dict[str, int]:
-        """Run the examples that have no row yet; returns the size of subsets with fewer than `limit` examples."""
+    def complete(
+        self, job: Job, folder: RunFolder, counting: Counting, written: Callable[[Row], None]
+    ) -> dict[str, int]:
+        """Run the examples that have no row yet, telling `written` of each row; returns the size of subsets with fewer
+        than `limit` examples."""
         limit = self._settings.limit
         folder.want(limit, self._task.subsets)
         available = known_sizes(folder.path / "summary.json")
@@ -121,6 +124,7 @@ class Bench:
                 todo = missing & {(subset, start + offset) for offset in range(len(block))}
                 if todo:
                     for row in self._run_block(job, folder, prompter, start, block):
+                        written(row)
                         if row.status != "ok" and not problems[row.status]:  # the rows have all of them
                             log.warning("%s %s: %s", row.example_id, row.status, row.error)
                         problems[row.status] += 1

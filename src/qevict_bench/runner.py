@@ -28,8 +28,9 @@ from qevict_bench.rows import Row
 from qevict_bench.settings import Metrics, Settings, build, naming
 from qevict_bench.summary import Facts, Summary, summarize
 from qevict_bench.task import Task
+from qevict_bench.tracking import Off, Wandb, Watch
 
-_GROUPS = ("model", "method", "reference", "task", "protocol", "metrics", "profile")
+_GROUPS = ("model", "method", "reference", "task", "protocol", "metrics", "tracker", "profile")
 SMALL_BYTES = 6_000_000_000
 """Models with smaller weight files (3 billion parameters in 16 bit) reproduce nothing of the paper."""
 _UNMEASURED = Metrics()
@@ -51,6 +52,7 @@ class Plan:
     job: Job
     reference: Job
     reference_name: str
+    tracker: Off | Wandb
 
 
 def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
@@ -65,11 +67,12 @@ def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
     bench = Bench(plan.settings, plan.protocol, plan.task, plan.spec, engine)
     job, restart = plan.job, plan.settings.resume == "restart"
     path = plan.settings.results_dir / job.run_id
-    with open_run(path, job.config, job.environment, restart="always" if restart else "never") as folder:
-        available = bench.complete(job, folder, counting)
+    opened = open_run(path, job.config, job.environment, restart="always" if restart else "never")
+    with opened as folder, plan.tracker.watch(folder, job.config) as watch:
+        available = bench.complete(job, folder, counting, watch.row)
         rows = bench.selected(folder)
         if job is plan.reference:
-            return _conclude(plan, bench, job, folder, available, rows)
+            return _conclude(plan, bench, job, folder, available, rows, watch)
         pairs: list[Row] = []
         if any(row.status == "ok" for row in rows):
             try:
@@ -78,7 +81,7 @@ def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
                 if not restart:
                     raise
                 pairs = _reference_rows(plan, bench, folder, "always")
-        return _conclude(plan, bench, job, folder, available, pairs)
+        return _conclude(plan, bench, job, folder, available, pairs, watch)
 
 
 def _reference_rows(plan: Plan, bench: Bench, folder: RunFolder, restart: str) -> list[Row]:
@@ -86,16 +89,23 @@ def _reference_rows(plan: Plan, bench: Bench, folder: RunFolder, restart: str) -
     reference = plan.reference
     wait = Waiting(f"the reference run {reference.run_id} ({plan.reference_name})")
     path = plan.settings.results_dir / reference.run_id
-    with open_run(path, reference.config, reference.environment, restart=restart, wait=wait) as reference_folder:
-        available = bench.complete(reference, reference_folder, counting)
+    opened = open_run(path, reference.config, reference.environment, restart=restart, wait=wait)
+    with opened as reference_folder, plan.tracker.watch(reference_folder, reference.config) as watch:
+        available = bench.complete(reference, reference_folder, counting, watch.row)
         rows = bench.selected(reference_folder)
         bench.same_examples(folder, reference_folder)
-        _conclude(plan, bench, reference, reference_folder, available, rows)
+        _conclude(plan, bench, reference, reference_folder, available, rows, watch)
     return rows
 
 
 def _conclude(
-    plan: Plan, bench: Bench, job: Job, folder: RunFolder, available: Mapping[str, int], reference: list[Row]
+    plan: Plan,
+    bench: Bench,
+    job: Job,
+    folder: RunFolder,
+    available: Mapping[str, int],
+    reference: list[Row],
+    watch: Watch,
 ) -> Summary:
     """Write the summary of a complete run beside its reference's rows."""
     facts = Facts(
@@ -107,8 +117,10 @@ def _conclude(
         limit=plan.settings.limit,
         available=available,
     )
-    summary = summarize(bench.selected(folder), reference, facts)
+    rows = bench.selected(folder)
+    summary = summarize(rows, reference, facts)
     folder.write_summary(summary.to_json())
+    watch.summary(rows, summary)
     if not summary.num_examples and summary.num_errors:
         raise RunFailed(
             f"no example of run {job.run_id} ({job.row.method}) succeeded; the first failed with {summary.problem}"
@@ -204,7 +216,9 @@ def make_plan(cfg: DictConfig) -> Plan:
             metrics,
         )
     )
-    return Plan(settings, protocol, task, model, spec, own, reference, reference_method)
+    return Plan(
+        settings, protocol, task, model, spec, own, reference, reference_method, _build(cfg.tracker, "tracker.")
+    )
 
 
 def _plain(node: DictConfig, where: str) -> dict[str, Any]:
