@@ -4,8 +4,8 @@ Rule: windows of `window` tokens collect attention mass, S_t(w) = S_{t-omega}(w)
 a_tau^h(i) (Eq. 1); every `omega` decoded tokens the best K_f stay or become full precision, the next K_q are quantized,
 the rest is evicted for good (Eq. 3-6: K_f = floor((1-q) B_hist / M_f), K_q = floor(q B_hist / M_q)). A window is
 quantized at its first demotion only; its codes stay in the ledger. Sink and recent tokens are always full precision.
-What the paper leaves open is a field each (choices and measured effects: docs/interpretation.md), as are the ablations.
-M_f, M_q count the bytes really held, parameters and table included; counts are lowered until the exact bytes fit.
+What the paper leaves open is a field each (choices, measured effects: docs/interpretation.md), as are ablations and
+hybrids. M_f, M_q count the bytes really held, parameters and table included; counts are lowered until these fit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from qevict_bench import routing
 from qevict_bench.budget import Budget, Geometry
 from qevict_bench.codecs import Tier
-from qevict_bench.policy import EVICTED, FITTED, FULL, FULL_TIER, Allowance, Cadence, KVPolicy, LayerView, Placement
-from qevict_bench.routing import aged, check_window, enter_aged, low_tier, random_scores, recent_left, refuse_eviction
+from qevict_bench.policy import FITTED, FULL, FULL_TIER, Allowance, Cadence, KVPolicy, LayerView, Placement
 from qevict_bench.scoring import last_rows
-from qevict_bench.selection import Split, clamp_protected, fit_split, keep_all, settled, unless_fits
+from qevict_bench.selection import Split, clamp_protected, keep_all, settled, unless_fits
 
 CHOICES = {
     "prefill_scores": ("all", "observation"),
@@ -31,8 +31,9 @@ CHOICES = {
     "aged_score": ("accumulated", "zero", "mean_candidate"),
     "decode_scores": ("every_step", "last_step", "replay"),
     "routing": ("attention", "once", "random"),
+    "head_budgets": ("equal", "adaptive"),
+    "score": ("sum", "worst"),
 }
-LOW = 1
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class QEvict(KVPolicy):
     group:N (N windows share parameters) | static (per channel over the prompt) | window8 (8-bit, relative to the
     prompt's); fill spends bytes that INT2 cannot use on full precision; routing attention | once (nothing is scored or
     promoted after the prompt, windows only move down) | random. Without `evict` all but the best is INT2, whatever q.
-    """
+    Hybrids: head_budgets, alpha of AdaKV; score worst of DefensiveKV."""
 
     publishes_size: ClassVar[bool] = False
+    columns: ClassVar[tuple[str, ...]] = ("score",)
     omega: int = 8
     window: int = 8
     sink: int = 5
@@ -64,22 +66,22 @@ class QEvict(KVPolicy):
     decay: float = 1.0
     routing: str = "attention"
     evict: bool = True
+    head_budgets: str = "equal"
+    alpha: float = 0.2
+    score: str = "sum"
     enforced: bool = field(default=True, metadata=FITTED)  # bound decoding too
 
     def __post_init__(self) -> None:
         self.check(CHOICES, {"omega": 1, "window": 1, "sink": 0, "recent": 0, "observation": 1})
         if not 0 <= self.q <= 1 or not 0 < self.decay <= 1:
             raise ValueError(f"method.q={self.q} must lie in [0, 1] and method.decay={self.decay} in (0, 1]")
-        quantizes = self.q > 0 or not self.evict
-        check_window(self.tiers[LOW], self.window, saves=quantizes, may_share=self.evict)
+        routing.check_heads(self.head_budgets, self.alpha, self.head_shared)
+        saves = self.q > 0 or not self.evict
+        routing.check_window(self.tiers[1], self.window, saves, may_share=self.evict)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return FULL_TIER, low_tier(self.key_bits, self.value_bits, self.key_params)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("score",)
+        return FULL_TIER, routing.low_tier(self.key_bits, self.value_bits, self.key_params)
 
     @property
     def unit(self) -> int:
@@ -107,9 +109,10 @@ class QEvict(KVPolicy):
         reserve = self.omega + self.window - 1  # room until the next event, an unfinished window
         reserve += self.key_params in ("static", "window8")  # per-prompt parameters take one slot per KV head
         enforced = replace(self, enforced=budget.enforce == "always")
+        where = (budget, geometry, prompt_len, max_new)
         if not self.evict:
-            return replace(enforced, recent=recent_left(enforced, budget, geometry, prompt_len, max_new, self.recent))
-        sink, recent = clamp_protected(budget, geometry, prompt_len, max_new, self.sink, self.recent, reserve)
+            return replace(enforced, recent=routing.recent_left(enforced, *where, self.recent))
+        sink, recent = clamp_protected(*where, self.sink, self.recent, reserve)
         return replace(enforced, sink=sink, recent=recent)
 
     def knobs(self) -> dict[str, Any]:
@@ -122,22 +125,19 @@ class QEvict(KVPolicy):
             return None
         if phase == "prefill" and self.prefill_scores == "observation":
             return last_rows(start, stop, prompt_len_B, self.observation)
-        rows = torch.arange(start, stop, device=prompt_len_B.device).expand(len(prompt_len_B), -1)
-        last_only = phase == "decode" and self.decode_scores == "last_step"
-        return rows == stop - 1 if last_only else torch.ones_like(rows, dtype=torch.bool)
+        num = 1 if phase == "decode" and self.decode_scores == "last_step" else stop - start
+        return last_rows(start, stop, torch.full_like(prompt_len_B, stop), num)
 
     def observe(self, view: LayerView, mass_BHGPU: Tensor, rows_BP: Tensor) -> None:
-        heads = (1, 2) if self.head_shared else (2,)
-        added = mass_BHGPU.sum(dim=3).mean(dim=heads, keepdim=self.head_shared)
-        view.columns["score"] += added.flatten(1, 2) if self.head_shared else added
+        routing.collect(view.columns["score"], mass_BHGPU, self.score)
 
     def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
         [view] = views
         score, first = view.columns["score"], not bool((view.event_len_B > 0).any())
         if self.routing == "random":
-            score.copy_(random_scores(view))
-        candidate = view.alive_BHU & (view.pos_BHU >= self.sink) & aged(view, view.seq_len_B, self.recent)
-        enter_aged(view, score, candidate, self.recent, self.aged_score)
+            score.copy_(routing.random_scores(view))
+        candidate = view.alive_BHU & (view.pos_BHU >= self.sink) & routing.aged(view, view.seq_len_B, self.recent)
+        routing.enter_aged(view, score, candidate, self.recent, self.aged_score)
         score.mul_(self.decay)
         if bool(settled(view, allowance).all()) or not (first or self.cadence.decode_every):
             return [keep_all(view)]
@@ -146,9 +146,5 @@ class QEvict(KVPolicy):
             eligible = eligible & (view.tier_BHU == FULL)
         q, fill = (self.q, self.fill) if self.evict else (1.0, True)
         split = Split(score, candidate, eligible, view.alive_BHU & ~candidate, q, fill)
-        placement = unless_fits(view, allowance, self.divide(split, allowance))
-        return [placement] if self.evict else refuse_eviction(view, placement)
-
-    def divide(self, split: Split, allowance: Allowance) -> Tensor:
-        """Tier map [B, T, U], T table heads; a hybrid divides otherwise (methods/qevict_hybrid.py)."""
-        return fit_split(split, allowance, FULL, LOW, EVICTED)
+        placement = unless_fits(view, allowance, routing.divided(split, allowance, self.head_budgets, self.alpha))
+        return [placement] if self.evict else routing.refuse_eviction(view, placement)

@@ -24,11 +24,12 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
-from methods.qevict import LOW, QEvict  # noqa: E402
+from methods.qevict import QEvict  # noqa: E402
 from qevict_bench import attention  # noqa: E402
 from qevict_bench.budget import Budget  # noqa: E402
 from qevict_bench.models import LoadedModel, ModelSpec  # noqa: E402
 from qevict_bench.policy import FULL  # noqa: E402
+from qevict_bench.routing import LOW  # noqa: E402
 from qevict_bench.session import KVSession, geometry_of  # noqa: E402
 from qevict_bench.statistics import paired_interval  # noqa: E402
 from tasks.ruler.prose import sentences  # noqa: E402

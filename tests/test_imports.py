@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selection": {"budget", "codecs", "policy"},
     "policy": {"budget", "codecs"},
     "fitting": {"budget", "policy", "selection"},
-    "routing": {"budget", "codecs", "fitting", "policy", "scoring"},
+    "routing": {"budget", "codecs", "fitting", "policy", "scoring", "selection"},
     "observing": {"budget", "policy", "scoring", "selection"},
     "slots": {"budget", "codecs"},
     "units": {"budget", "codecs"},

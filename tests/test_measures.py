@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import KeepSuffix
 
+from methods.qevict import QEvict
 from qevict_bench.diagnostics import NOT_YET, History, Layout
 from qevict_bench.measures import Answer, Curve, Measured, busiest, differences, mean_curve, measure, spread, spreads
 from qevict_bench.policy import EVICTED, FULL
@@ -48,6 +49,8 @@ def record(**changes: Any) -> Record:
         "output_error_SL": torch.tensor([[0.2], [0.9]]),
         "decoded_S": torch.tensor([True, False]),
         "score_KLTU": None,
+        "score_first_LTU": None,
+        "score_last_LTU": None,
         "coded_KLHU": None,
         "sizes": (Sizes(100, 0, 40, 80), Sizes(90, 9, 40, 80), Sizes(100, 20, 20, 80)),
         "fraction": 0.3,
@@ -137,6 +140,19 @@ def test_score_agreement_of_both_modes() -> None:
     assert found["agreement.codec.measured.cosine"] == pytest.approx(0.8)
     assert found["agreement.codec.measured.spearman"] == pytest.approx(-1)
     assert found["agreement.deployed.uniform.cosine"] == pytest.approx(0.3 / (2**0.5 * 0.05**0.5))
+
+
+def test_standing_of_scores() -> None:
+    """At the last event unit 2 is full, unit 1 low, unit 4 has just begun to compete as full."""
+    own = torch.tensor([[0.0, 0.5, 0.25, 0.0, 0.0, nan], [0.0, 0.3, 0.75, 0.0, 2.0, 0.0], [nan] * 6])[:, None, None]
+    first = torch.tensor([[[9.0, 1.0, 2.0, 0.5, nan, nan]]])
+    last = torch.tensor([[[9.0, 1.8, 3.0, 0.5, 2.2, 0.0]]])
+    scores = {"score_KLTU": own, "score_first_LTU": first, "score_last_LTU": last}
+    found = measure(record(**scores), Answer((), 0), 0).scalars
+    assert found["score.prefill_share"] == pytest.approx((1.0 + 2.0) / (1.8 + 3.0 + 2.2))
+    assert found["score.tokens_to_promote"] == pytest.approx((2.2 - 1.8) / ((0.5 + 0.3) / 2))
+    decayed = measure(record(**scores, policy=QEvict(decay=0.5)), Answer((), 0), 0).scalars
+    assert isnan(decayed["score.prefill_share"])
 
 
 def test_curves_stand_at_tokens_after_the_prefill() -> None:

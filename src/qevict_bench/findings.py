@@ -120,6 +120,13 @@ SECTIONS = (
         _agreement_lines("codec"),
     ),
     Section(
+        "Standing of the method's own scores at the last event",
+        (
+            Line("given by the prompt's queries, %", "score.prefill_share"),
+            Line("tokens to promote, median unit", "score.tokens_to_promote", 1, 0),
+        ),
+    ),
+    Section(
         "Beside FullKV's predictions and attention outputs, decoded steps",
         (
             Line("KL(FullKV || method), nats", "kl", 1, 3),

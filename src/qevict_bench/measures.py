@@ -12,6 +12,9 @@ mass.*, mass_no_sinks.*    shares of attention by kind, mean over decoded steps;
 churn.held, churn.full     of Full + Quantized, and of Full
 lir.{who}.{span}[.strict]  LIR; spells.{who}.{span}[.strict] how many spells it is a share of
 agreement.{mode}.{of}.{metric}   mode deployed or codec, of measured, uniform or shuffled
+score.prefill_share        share of the windows' scores at the last event that the prompt's queries gave (decay 1)
+score.tokens_to_promote    decoded tokens after which the median quantized unit, at the rate at which it has collected
+                           scores, reaches the lowest Full score as it stands; median over layers and table heads
 kl, same_token             of decoded steps
 output_error               mean over decoded steps and layers
 moves.*, first.*           promotions, demotions, evictions per later event, and at the first
@@ -27,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from math import isnan, nan
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -115,7 +119,7 @@ def scalars(record: Record, answer: Answer, seed: int) -> dict[str, float]:
     found |= {f"mass_no_sinks.{name}": float(share) for name, share in rest}
     found["mass_no_sinks.exact"] = found["mass_no_sinks.full"] + found["mass_no_sinks.recent"]
     found |= {"churn.held": churn(history).value, "churn.full": churn(history, with_quantized=False).value}
-    found |= _lir(record) | _agreements(record, seed)
+    found |= _lir(record) | _agreements(record, seed) | _scores(record)
     found |= {"kl": _mean(record.kl_S[decoded_S]), "same_token": _mean(record.same_S[decoded_S])}
     found["output_error"] = _mean(record.output_error_SL[decoded_S])
     made = moves(history)
@@ -154,6 +158,29 @@ def _agreements(record: Record, seed: int) -> dict[str, float]:
             against = (history.scoped_mass_KLTU, history.quantized_KLTU, history.k_full_KLT)
             found |= _flat(f"agreement.{mode}", score_agreement(score_KLTU, *against, seed))
     return found
+
+
+def _scores(record: Record) -> dict[str, float]:
+    history, first_LTU, last_LTU = record.history, record.score_first_LTU, record.score_last_LTU
+    if record.score_KLTU is None or first_LTU is None or last_LTU is None:
+        return {}
+    full_LTU, low_LTU = history.full_KLTU[-1], history.quantized_KLTU[-1]
+    held_LTU = full_LTU | low_LTU
+    share = float(first_LTU.nan_to_num()[held_LTU].sum() / last_LTU[held_LTU].sum())
+    steps_KLTU = history.steps_K[:, None, None, None] * ~record.score_KLTU.isnan()
+    rate_LTU = record.score_KLTU.nan_to_num().sum(0) / steps_KLTU.sum(0)
+    waits = []
+    for full_U, low_U, last_U, rate_U in zip(
+        *(x.flatten(0, 1) for x in (full_LTU, low_LTU, last_LTU, rate_LTU)), strict=True
+    ):
+        if bool(full_U.any()) and bool(low_U.any()):
+            gap = last_U[full_U].min() - last_U[low_U].median()
+            waits.append(float(gap / rate_U[low_U].nanmedian()))
+    undecayed = getattr(record.policy, "decay", 1.0) == 1
+    return {
+        "score.prefill_share": share if undecayed else nan,
+        "score.tokens_to_promote": median(waits) if waits else nan,
+    }
 
 
 def _flat(name: str, agreement: ScoreAgreement) -> dict[str, float]:

@@ -45,7 +45,8 @@ class Record:
     for what follows, same_S whether both predict the same token (both nan within an appended part, where the method
     gives no logits), output_error_SL = ||o_method - o_full|| / ||o_full|| of the layer's attention output, all heads
     together; decoded_S tells decoded steps from appended ones. score_KLTU increments of the method's own `score` column
-    in each interval that an event ends, nan where it has none; None without such a column. coded_KLHU the mass that
+    in each interval that an event ends, nan where it has none; None without such a column. score_first_LTU and
+    score_last_LTU the column after the first and after the last event (nan, None likewise). coded_KLHU the mass that
     FullKV's own queries put on each quantized unit in each interval if its keys had been coded, nan elsewhere; None
     unless asked for. sizes after each event. fraction: mean over decode steps of bytes held / FullKV bytes (after
     the prefill if none is decoded), as the budget counts them.
@@ -62,6 +63,8 @@ class Record:
     output_error_SL: Tensor
     decoded_S: Tensor
     score_KLTU: Tensor | None
+    score_first_LTU: Tensor | None
+    score_last_LTU: Tensor | None
     coded_KLHU: Tensor | None
     sizes: tuple[Sizes, ...]
     fraction: float
@@ -89,7 +92,7 @@ class Gathering:
         self.shape = (geometry.num_layers, geometry.num_kv_heads, self.num_units)
         self.seq_len, self.sizes = list[int](), list[Sizes]()
         self.tier, self.mass, self.coded = list[Tensor](), list[Tensor](), list[Tensor]()
-        self.gained, self.score_LTU = list[Tensor](), torch.zeros(0)
+        self.gained, self.score_LTU, self.score_first_LTU = list[Tensor](), torch.zeros(0), torch.zeros(0)
         self.prefill_LHU = torch.zeros(self.shape)
         self.interval_S = torch.zeros(steps, dtype=torch.int64)
         self.decoded_S = torch.zeros(steps, dtype=torch.bool)
@@ -105,6 +108,8 @@ class Gathering:
         """
         if self.tier:
             self.gained.append(before_LTU - self.score_LTU)
+        else:
+            self.score_first_LTU = score_LTU
         self.score_LTU = score_LTU
         self.seq_len.append(seq_len)
         self.tier.append(tier_LTU)
@@ -165,6 +170,7 @@ class Gathering:
         tier_KLTU, seq_len_K = torch.stack(self.tier), torch.tensor(self.seq_len)
         steps_K = torch.bincount(self.interval_S, minlength=len(self.tier))
         score = torch.stack([*self.gained, torch.full_like(self.score_LTU, nan)])
+        has_scores = "score" in policy.columns
         return Record(
             name=name,
             policy=policy,
@@ -176,7 +182,9 @@ class Gathering:
             same_S=self.same_S,
             output_error_SL=self.error_SL,
             decoded_S=self.decoded_S,
-            score_KLTU=score if "score" in policy.columns else None,
+            score_KLTU=score if has_scores else None,
+            score_first_LTU=self.score_first_LTU if has_scores else None,
+            score_last_LTU=self.score_LTU if has_scores else None,
             coded_KLHU=torch.stack(self.coded).masked_fill(tier_KLTU <= FULL, nan) if self.coded else None,
             sizes=tuple(self.sizes),
             fraction=fraction,

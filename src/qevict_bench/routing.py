@@ -1,10 +1,11 @@
 """Pure functions of methods that route windows between full precision, a low-bit tier and eviction.
 
-Shapes: B rows, H table heads (1 if all KV heads share the units), U units.
+Shapes: B rows, H table heads (1 if all KV heads share the units), U units; beside H KV heads, T table heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from qevict_bench.budget import Budget, Geometry, Infeasible
 from qevict_bench.codecs import KeyParams, PerChannel, PerToken, Tier
 from qevict_bench.fitting import infeasible, needed_fraction, pays
-from qevict_bench.policy import EVICTED, KVPolicy, LayerView, Placement
+from qevict_bench.policy import EVICTED, FULL, Allowance, KVPolicy, LayerView, Placement
 from qevict_bench.scoring import enter
+from qevict_bench.selection import Split, fit_split, rank
 
+LOW = 1
 KEY_PARAMS: dict[str, KeyParams] = {"window": "window", "group": "group", "static": "static", "window8": "relative8"}
 
 
@@ -36,6 +39,14 @@ def check_window(low: Tier, window: int, saves: bool, may_share: bool) -> None:
     size = window * (low.key.slot_bytes(128, 2) + low.value.slot_bytes(128, 2))
     if saves and size + low.key.group_bytes(128, 2) / low.key.group >= window * 512:
         raise ValueError(f"method.window={window} saves no bytes: use a larger window or key_params=static")
+
+
+def check_heads(head_budgets: str, alpha: float, shared: bool) -> None:
+    """Raise ValueError for a share `alpha` out of range, or budgets of heads that share theirs."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"method.alpha={alpha} must lie in [0, 1]")
+    if head_budgets == "adaptive" and shared:
+        raise ValueError("method.head_budgets=adaptive divides among heads: set method.head_scope=kv_head")
 
 
 def aged(view: LayerView, seq_len_B: Tensor, recent: int) -> Tensor:
@@ -67,6 +78,47 @@ def random_scores(view: LayerView) -> Tensor:
     for row, alive_HU in enumerate(alive_BHU.cpu()):
         drawn_BHU[row][alive_HU] = torch.rand(int(alive_HU.sum()), generator=view.rng(row))
     return drawn_BHU.to(alive_BHU.device)
+
+
+def collect(score_BTU: Tensor, mass_BHGPU: Tensor, kind: str) -> None:
+    """Add the attention of P queries to the scores of T table heads, in place.
+
+    `sum`: summed over queries, mean over the query heads of a table head (Eq. 1 of arXiv 2608.05326). `worst`: the
+    largest that any query of any head gave, DefensiveKV's guard (ICLR 2026) without its floor, pooling, value norms.
+    """
+    mass_BTGPU = mass_BHGPU.flatten(1, 2)[:, None] if score_BTU.shape[1] == 1 else mass_BHGPU
+    if kind == "worst":
+        score_BTU.copy_(score_BTU.maximum(mass_BTGPU.amax(dim=(2, 3))))
+    else:
+        score_BTU += mass_BTGPU.sum(dim=3).mean(dim=2)
+
+
+def divided(split: Split, allowance: Allowance, head_budgets: str, alpha: float) -> Tensor:
+    """Tier map [B, T, U]. `equal`: every table head gets as many units. `adaptive` (AdaKV, arXiv 2407.11550): K_f and
+    K_q count units of the layer, its best over all heads get them; the best floor(alpha n) of a head come first, n its
+    full-precision units in an equal division.
+    """
+    equal = fit_split(split, allowance, FULL, LOW, EVICTED)
+    if head_budgets == "equal":
+        return equal
+    num_BT = ((equal == FULL) & split.candidate_BHU).sum(-1) * alpha
+    sure_BTU = rank(split.score_BHU, split.eligible_BHU) < num_BT.floor()[..., None]
+    first_BTU = split.score_BHU + sure_BTU * (1 + split.score_BHU.amax())
+    parts = (first_BTU, split.candidate_BHU, split.eligible_BHU, split.protected_BHU)
+    first, candidate, eligible, protected = (x.flatten(1)[:, None] for x in parts)
+    joined = Split(first, candidate, eligible, protected, split.q, split.fill)
+    return fit_split(joined, _Joined(allowance, equal.shape), FULL, LOW, EVICTED).view(equal.shape)
+
+
+class _Joined:
+    """An allowance for tier maps [B, 1, T * U] that stand for [B, T, U]."""
+
+    def __init__(self, allowance: Allowance, shape: torch.Size) -> None:
+        self.bytes_B, self.fixed_B, self.fits_B = allowance.bytes_B, allowance.fixed_B, allowance.fits_B
+        self.unit_bytes, self._allowance, self._shape = allowance.unit_bytes, allowance, shape
+
+    def bytes_of(self, placements: Sequence[Placement]) -> Tensor:
+        return self._allowance.bytes_of([Placement(each.tier_BHU.view(self._shape)) for each in placements])
 
 
 def all_low_bytes(policy: KVPolicy, geometry: Geometry, recent: int, seq_len: int) -> int:
