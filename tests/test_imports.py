@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "budget": set(),
     "rope": set(),
     "metrics": set(),
+    "longbench_metrics": set(),
     "kernels": {"codecs"},
     "packing": set(),
     "codecs": {"budget", "packing"},
@@ -62,7 +63,7 @@ METHODS_MAY_IMPORT = {
     f"qevict_bench.{name}"
     for name in ("policy", "observing", "scoring", "selection", "routing", "fitting", "codecs", "nuq", "budget")
 }
-TASKS_MAY_IMPORT = {"qevict_bench.task", "qevict_bench.metrics", "qevict_bench.cache", "qevict_bench.hub"}
+TASKS_MAY_IMPORT = {f"qevict_bench.{name}" for name in ("task", "metrics", "longbench_metrics", "cache", "hub")}
 HYDRA = {"hydra", "omegaconf"}
 OURS = ("qevict_bench", "methods", "tasks", "run", "scripts", "tests")
 

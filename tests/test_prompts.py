@@ -15,6 +15,7 @@ from qevict_bench.protocol import Protocol
 from qevict_bench.task import Example, Prompter, Task
 from tasks.drift import Drift
 from tasks.gsm8k import Gsm8k
+from tasks.longbench import LongBench
 from tasks.needle import NeedleGrid
 from tasks.perplexity import Perplexity
 from tasks.ruler import Ruler
@@ -27,6 +28,7 @@ TASKS: dict[str, tuple[Task, int]] = {
     "needle": (NeedleGrid(lengths=(512,)), 4),
     "perplexity": (Perplexity(context_length=512, new_tokens=64), 20),
     "drift": (Drift(), 20),
+    "longbench": (LongBench(preset="all_en"), 1),
 }
 """With the examples per subset."""
 
@@ -45,7 +47,7 @@ def prompter(request: pytest.FixtureRequest) -> Prompter:
 def pieces(prompter: Prompter, example: Example) -> list[str]:
     """The prompt as text up to the end of the context, to the end of the question with what closes it, and the rest."""
     users, assistants = [user for user, _ in example.shots], [assistant for _, assistant in example.shots]
-    if prompter.chat:
+    if prompter.chat and example.chat:
         body = templated(prompter, users, assistants, example.context + BORDER + example.question)
         assert body.replace(BORDER, "") == templated(prompter, users, assistants, example.context + example.question)
     else:
@@ -85,9 +87,12 @@ def test_borders_and_special_tokens(prompter: Prompter, name: str) -> None:
     task, limit = TASKS[name]
     tokenizer = prompter.tokenizer
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    begin = [] if prompter.chat or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for example in task.examples(prompter, limit, 0, "test"):
         prompt = prompter.encode(example)
+        chat = prompter.chat and example.chat
+        begin = [] if chat or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        if not example.chat:  # bare text begins as the tokenizer begins one
+            begin = [token for token in tokenizer("")["input_ids"] if token in special]
         texts = pieces(prompter, example)
         whole = ids_of(tokenizer, "".join(texts))
         assert list(prompt.ids) == begin + whole
@@ -95,7 +100,7 @@ def test_borders_and_special_tokens(prompter: Prompter, name: str) -> None:
         cut = [("".join(texts)[:border], "".join(texts)[border:]) for border in borders]
         off = [differing(whole, [token for part in parts for token in ids_of(tokenizer, part)]) for parts in cut]
         assert prompt.boundary_tokens == sum(off)
-        own = templated(prompter, ["."] * len(example.shots), ["."] * len(example.shots), ".") if prompter.chat else ""
+        own = templated(prompter, ["."] * len(example.shots), ["."] * len(example.shots), ".") if chat else ""
         expected = begin + [token for token in ids_of(tokenizer, own) if token in special]
         assert [token for token in prompt.ids if token in special] == expected
         assert not special & set(prompter.continuation(example))

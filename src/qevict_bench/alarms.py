@@ -33,7 +33,10 @@ _WORDS = {
         "most answers were ended by the length limit",
         "the score counts what was said by then; check stop strings and chat template",
     ),
-    "truncated": ("prompts were cut", "their answers may be gone; lower task.context_length"),
+    "truncated": (
+        "prompts were cut",
+        "their answers may be gone; take shorter prompts, or a model with a longer context",
+    ),
     "overflow": (
         "prompt and answer exceed task.context_length",
         "the data were made for another tokenizer or length: name the real lengths",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ from qevict_bench.policy import KVPolicy
 from qevict_bench.protocol import Protocol, Turn
 from qevict_bench.rows import Row
 from qevict_bench.settings import Metrics, Settings
-from qevict_bench.task import Example, Prompt, Prompter, Task
+from qevict_bench.task import Ending, Example, Prompt, Prompter, Task
 
 if TYPE_CHECKING:
     from qevict_bench.engine import Generation
@@ -93,15 +93,16 @@ class Asking:
     def _generations(
         self, job: Job, prompter: Prompter, ready: Sequence[Ready], readings: dict[str, Any]
     ) -> Sequence[Generation]:
+        ending = self._ending(ready)
         common: dict[str, Any] = {
-            "stop": self.task.stop,
-            "min_new_tokens": self.task.min_new_tokens,
+            "stop": ending.stop,
+            "min_new_tokens": ending.min_new_tokens,
             "protocol": self.protocol,
             "seed": self.settings.seed,
         }
         if not self.protocol.conversing:
             return self.engine.generate(
-                self.loaded,
+                self._model(ending),
                 job.policy,
                 job.budget,
                 [member.prompt for member in ready],
@@ -114,7 +115,7 @@ class Asking:
             list(turns) for _, turns in groupby(ready, key=lambda member: conversation(member.row, self.task))
         ]
         made = self.engine.converse(
-            self.loaded,
+            self._model(ending),
             job.policy,
             job.budget,
             [
@@ -130,7 +131,7 @@ class Asking:
         self, job: Job, prompter: Prompter, ready: Sequence[Ready], readings: dict[str, Any]
     ) -> Sequence[dict[str, float]]:
         return self.engine.fidelity(
-            self.loaded,
+            self._model(self._ending(ready)),
             job.policy,
             job.budget,
             [member.prompt for member in ready],
@@ -143,3 +144,14 @@ class Asking:
             max_tokens=job.metrics.fidelity_tokens,
             **readings,
         )
+
+    def _ending(self, ready: Sequence[Ready]) -> Ending:
+        """A block is of one subset."""
+        return self.task.ending(ready[0].example.subset)
+
+    def _model(self, ending: Ending) -> LoadedModel:
+        if not ending.eos_texts:
+            return self.loaded
+        encode = self.loaded.tokenizer.encode
+        more = [encode(text, add_special_tokens=False)[-1] for text in ending.eos_texts]
+        return replace(self.loaded, eos_ids=tuple(sorted({*self.loaded.eos_ids, *more})))

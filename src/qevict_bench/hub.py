@@ -51,6 +51,11 @@ def splits(hub_id: str, name: str | None, known: str) -> Mapping[str, Any]:
     return _read(hub_id, known, functools.partial(_splits, name=name))
 
 
+def folder(hub_id: str, known: str) -> Path:
+    """Where the files of a set lie, for sets that are not in a form of `datasets`. Else as `names`."""
+    return _read(hub_id, known, Path)
+
+
 def _names(folder: str) -> tuple[str, ...]:
     from datasets import get_dataset_config_names
 

@@ -111,7 +111,8 @@ class Bench:
             return available
         label = f"{job.row.method} {job.run_id}"
         log.info("%s: %d of %d examples to run", label, len(missing), len(wanted))
-        prompter = Prompter(self._loaded.tokenizer, self._loaded.chat, self._protocol.instruction_at)
+        loaded = self._loaded
+        prompter = Prompter(loaded.tokenizer, loaded.chat, self._protocol.instruction_at, loaded.max_context)
         ids = {row.place: row.example_id for row in folder.rows.values()}
         seen = dict.fromkeys(self._task.subsets, 0)
         problems: Counter[str] = Counter()
@@ -227,6 +228,8 @@ class Bench:
             labelled = replace(row, group=example.group, data_source=example.data_source, answers=example.answers)
             check_row(labelled)
             row = labelled
+            if example.problem:
+                raise ValueError(example.problem)
             prompt = prompter.encode(example)
             num_tokens, nominal = len(prompt.ids), self._task.nominal_length
             total = num_tokens + example.max_new_tokens
@@ -240,8 +243,8 @@ class Bench:
             if total > self._loaded.max_context:
                 raise Infeasible(
                     f"{example.id} needs {total} tokens ({num_tokens} + {example.max_new_tokens} new ones), more than "
-                    f"the context of {self._loaded.name} ({self._loaded.max_context}); give a smaller "
-                    "task.context_length, or a model with a longer context"
+                    f"the context of {self._loaded.name} ({self._loaded.max_context}); give "
+                    "shorter prompts (task.context_length, task.max_length), or a model with a longer context"
                 )
             if num_tokens < 2:
                 raise ValueError(f"its prompt has {num_tokens} tokens; at least 2 are needed")

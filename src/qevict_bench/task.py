@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 # Some chat templates print today's date; a fixed one keeps prompts the same from day to day.
 _TEMPLATE_DATE = "26 Jul 2024"
@@ -47,6 +47,14 @@ class Example:
     """Leading characters of `context` that say what to do, with their separator; -1 = unknown."""
     gold: str = ""
     """A text that continues the prompt as it should; "" = the answers, one after the other."""
+    chat: bool = True
+    """Whether a model's chat template is put around it; False = bare text, begun as the tokenizer itself begins one."""
+    classes: tuple[str, ...] = ()
+    """Labels that an answer may have, for classification."""
+    truncated_tokens: int = 0
+    """Tokens that the task has cut out of the prompt."""
+    problem: str = ""
+    """What is wrong with this item of the data, and where it stands; it is not run, and its row says so."""
 
     @property
     def continuation(self) -> str:
@@ -85,6 +93,8 @@ class Prompter:
     """Wrap shots, context + question in the tokenizer's chat template. Otherwise BOS (if there is one) + plain text."""
     instruction_at: str = "context"
     """Where the task's instruction stands: at the head of the `context`, or before the `question`."""
+    max_tokens: int = 0
+    """Tokens of prompt + answer that the model can take; 0 = unknown."""
 
     def encode(self, example: Example) -> Prompt:
         """Tokenise `example`.
@@ -104,11 +114,11 @@ class Prompter:
         question_stop = context_start + len((example.context + example.question).rstrip())
         self._refuse_special(example, ids, offsets, ((context_start, question_stop), (prefix_start, len(text))))
         spans = [(context_start + start, context_start + stop) for start, stop in example.answer_spans]
-        head = self._head(ids)
+        head = self._head(example, ids)
         return Prompt(
             ids=(*head, *ids),
             answer_positions=tuple(len(head) + position for position in _overlapping(offsets, spans)),
-            truncated_tokens=0,
+            truncated_tokens=example.truncated_tokens,
             context_tokens=len(head) + _before(offsets, context_stop),
             prefix_tokens=sum(start >= prefix_start for start, _ in offsets),
             boundary_tokens=sum(self._differing(text, ids, at) for at in {context_stop, prefix_start}),
@@ -117,7 +127,7 @@ class Prompter:
     def follow_up(self, example: Example) -> Prompt:
         """The question of `example` as a further turn, after an answer: the text that comes behind that answer."""
         mark = "(answer)"
-        if self.chat:
+        if self.chat and example.chat:
             turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
             rendered = self._template([*turns, {"role": "user", "content": example.question}])
             text = rendered[rendered.rindex(mark) + len(mark) :] + example.answer_prefix
@@ -137,7 +147,7 @@ class Prompter:
         """len(encode(example).ids), without the positions that encode works out."""
         text = self._render(self._moved(example))[0]
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return len(ids) + len(self._head(ids))
+        return len(ids) + len(self._head(example, ids))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -155,9 +165,19 @@ class Prompter:
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoding["input_ids"], encoding["offset_mapping"]
 
-    def _head(self, ids: Sequence[int]) -> list[int]:
-        bos = self.tokenizer.bos_token_id
-        return [bos] if not self.chat and bos is not None and list(ids[:1]) != [bos] else []
+    @cached_property
+    def _begin(self) -> list[int]:
+        """Ids that the tokenizer itself puts before a text."""
+        whole, bare = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+        return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
+
+    def _head(self, example: Example, ids: Sequence[int]) -> list[int]:
+        if not example.chat:
+            head = self._begin
+        else:
+            bos = self.tokenizer.bos_token_id
+            head = [bos] if not self.chat and bos is not None else []
+        return head if list(ids[: len(head)]) != head else []
 
     def _moved(self, example: Example) -> Example:
         """The example with its instruction where it is wanted."""
@@ -218,7 +238,7 @@ class Prompter:
     def _render(self, example: Example) -> tuple[str, int, int]:
         """Return the prompt's text, the offset in it that example.context[0] has (had, if stripped), and its end."""
         body = example.context + example.question
-        if not self.chat:
+        if not (self.chat and example.chat):
             shots = "".join(user + assistant for user, assistant in example.shots)
             return shots + body + example.answer_prefix, len(shots), len(shots) + len(example.context)
         if not getattr(self.tokenizer, "chat_template", None):
@@ -261,6 +281,17 @@ def _overlapping(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, 
     return found
 
 
+class Ending(NamedTuple):
+    """What ends an answer, beside the model's EOS and the most tokens it may have."""
+
+    stop: tuple[str, ...] = ()
+    """Strings; the answer is what stands before them."""
+    eos_texts: tuple[str, ...] = ()
+    """The last token of each counts as an EOS."""
+    min_new_tokens: int = 0
+    """Before so many tokens no EOS is chosen."""
+
+
 class Task(ABC):
     """A benchmark. Subclasses are frozen dataclasses in tasks/ that hold hyper-parameters only.
 
@@ -291,6 +322,10 @@ class Task(ABC):
     def min_new_tokens(self) -> int:
         """Before so many tokens the model's EOS does not end an answer: it is never chosen."""
         return 0
+
+    def ending(self, subset: str) -> Ending:
+        """What ends the answers of a subset: `stop` and `min_new_tokens`, unless subsets differ."""
+        return Ending(self.stop, (), self.min_new_tokens)
 
     @property
     @abstractmethod
