@@ -29,6 +29,7 @@ from qevict_bench.closing import render
 from qevict_bench.results import RunFailed
 from qevict_bench.runner import run
 from qevict_bench.terminal import allow_any_sign
+from qevict_bench.tracking import leave
 
 _CONFIGS = Path(__file__).parent / "configs"
 _SHOW_TRACEBACK = "QEVICT_BENCH_TRACEBACK" in os.environ
@@ -123,4 +124,4 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line(sys.argv[1:]))
+    leave(command_line(sys.argv[1:]))

@@ -1,9 +1,10 @@
 """What diagnostics cost per decoded token: python scripts/bench_diagnostics.py --model smollm2_135m --prompt 2048
 
-Plain QEvict decodes the same tokens that lockstep observes; both are timed over a short and a long stretch, and the
-difference divided by the difference in tokens, so that reading the prompt, which FullKV's side does too, falls out. The
-two alternate; per round their ratio, then its median and range. --plain-twice compares plain with itself: the noise.
-Prints the peak resident memory too. Minutes on a CPU.
+Plain QEvict decodes the same tokens that lockstep observes and measures.py condenses; both are timed over a short and a
+long stretch, and the difference divided by the difference in tokens, so that reading the prompt, which FullKV's side
+does too, falls out. (FullKV's continuation, which diagnose.py makes once for all its runs, is left out.) The two
+alternate; per round their ratio, then its median and range. --plain-twice compares plain with itself: the noise. Prints
+the peak resident memory too. Minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from methods.qevict import QEvict  # noqa: E402
 from qevict_bench.attention import register  # noqa: E402
 from qevict_bench.budget import Budget  # noqa: E402
 from qevict_bench.lockstep import Part, Stream, observe_streams  # noqa: E402
+from qevict_bench.measures import Answer, measure  # noqa: E402
 from qevict_bench.models import ModelSpec  # noqa: E402
 from qevict_bench.session import KVSession, geometry_of  # noqa: E402
 
@@ -63,7 +65,8 @@ def main() -> None:
         ]
         streams = [Stream(str(i), each) for i, each in enumerate(parts)]
         begin = time.process_time()
-        observe_streams(loaded, QEvict(), budget, streams, seed=0)
+        for record in observe_streams(loaded, QEvict(), budget, streams, seed=0):
+            measure(record, Answer((), 0), seed=0)
         return time.process_time() - begin
 
     ratios = []

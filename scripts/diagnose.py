@@ -256,7 +256,11 @@ def run(asked: Diagnosis, runs: Mapping[str, KVPolicy], given: str = "") -> str:
             num_streams=len(streams),
             num_looping=sum(map(loops, streams)),
             runs={name: table[name] for name in done},
-            kl_change=differences({name: run.streams for name, run in done.items()}, "kl"),
+            kl_change={
+                (first, second): change
+                for (first, second), change in differences({name: x.streams for name, x in done.items()}, "kl").items()
+                if OFF not in (first[-4:], second[-4:]) or second == first + OFF
+            },
             errors={name: layer_errors(observed.streams) for name, observed in done.items()},
             worst=oscillation.streams[0].scalars if oscillation else {},
             paper=paper,

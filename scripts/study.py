@@ -8,8 +8,9 @@ Runs run.py once per change and task of configs/study.yaml with metrics.fidelity
 that it can be stopped and issued again), then prints a Markdown table. By default: per family the change of
 KL(p_full || p_method) on the gold text in nats per token (below 0 is better than the preset) and of the score in
 points (above 0 is better), paired on the same examples, with 95 % intervals; `all` is the mean of the subsets, memory
-the range over families; a star where the interval excludes 0. A cell that cannot run says why. Exit codes: 0; 1 if a
-run failed; 2 for a mistake in the input; 130 interrupted.
+the range over families; a star where the bootstrap's p is at most 5 %, each cell by itself (fewer than 6 examples have
+none). A cell that cannot run, or that lacks a subset, says why; n stands where examples are missing. Exit codes: 0; 1 if
+a run or an example failed; 2 for a mistake in the input; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from types import FrameType
 from typing import Any, NamedTuple
 
 import yaml
@@ -32,7 +35,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
-from qevict_bench.statistics import macro_interval  # noqa: E402
+from qevict_bench.statistics import ALPHA, bootstraps, macro  # noqa: E402
 
 ALL = "all"
 PRESET = "qevict"
@@ -67,10 +70,7 @@ class Study:
     def cells(self, change: str) -> dict[str, Cell]:
         """What `change` does to the preset, by family, and under ALL everything that ran."""
         whole = {run: self._ran(change, run) for run in {family.run: None for family in self.families.values()}}
-        cells = {
-            name: Cell({k: row for k, row in whole[run].rows.items() if row.subset in subsets}, whole[run].reason)
-            for name, (run, subsets) in self.families.items()
-        }
+        cells = {name: _part(whole[run], subsets) for name, (run, subsets) in self.families.items()}
         if any(not cell.rows for cell in cells.values()):  # a mean over fewer families is another mean
             return cells | {ALL: Cell({}, "n/a")}
         return cells | {ALL: Cell({k: row for cell in cells.values() for k, row in cell.rows.items()})}
@@ -89,15 +89,23 @@ class Study:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         print(f"{'done' if found else last}: run.py {shlex.join(arguments)}", file=sys.stderr, flush=True)
         last = last.replace("|", "/")
-        if done.returncode == 2 and not change:  # the preset itself: nothing else can run either
+        if done.returncode == 2 and not any(cell.rows for cell in self._done.values()):  # nor will anything else run
             raise ValueError(f"run.py {shlex.join(arguments)}: {last}")
         if not found:
             self.failed.append(f"{change or PRESET}, {run}: {last}")
             return Cell({}, last)
         rows, _ = read_rows(self.results_dir / found[0] / "rows.jsonl")
         good = {name: row for name, row in rows.items() if row.status == "ok"}
-        bad = next((row for row in rows.values() if row.status != "ok"), None)
-        return Cell(good, "" if good or bad is None else bad.status)
+        bad = [row for row in rows.values() if row.status != "ok"]
+        self.failed.extend(f"{change or PRESET}, {row.example_id}: {row.error}" for row in bad if row.status == "error")
+        return Cell(good, bad[0].status if bad else "")
+
+
+def _part(whole: Cell, subsets: Sequence[str]) -> Cell:
+    """The rows of some subsets; none unless all of them have some."""
+    rows = {name: row for name, row in whole.rows.items() if row.subset in subsets}
+    missing = [subset for subset in subsets if subset not in {row.subset for row in rows.values()}]
+    return Cell({}, whole.reason or f"no {missing[0]}") if missing else Cell(rows)
 
 
 def kl(row: Row) -> float | None:
@@ -120,9 +128,11 @@ def change_of(cell: Cell, base: Cell, value: Callable[[Row], float | None], digi
     if not strata:
         return "n/a" if cell.rows and base.rows else cell.reason or base.reason or "n/a"
     values, groups = ([[pair[i] for pair in pairs] for pairs in strata.values()] for i in (0, 1))
-    found = macro_interval(values, groups)
-    star = "*" if found.low > 0 or found.high < 0 else ""
-    return f"{found.value:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]{star}"
+    resampled = macro(bootstraps(values, groups))  # type: ignore[arg-type]
+    found, star = resampled.interval(), "*" if resampled.p_value() <= ALPHA else ""
+    num, whole = sum(map(len, values)), sum(value(row) is not None for row in base.rows.values())
+    fewer = "" if num == whole else f" (n = {num} of {whole})"
+    return f"{found.value:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]{star}{fewer}"
 
 
 def mean_of(cell: Cell, value: Callable[[Row], float | None]) -> float | None:
@@ -169,16 +179,25 @@ def points_table(study: Study, points: Mapping[str, Sequence[str]]) -> str:
 
 
 def trials_table(study: Study, trials: Mapping[str, Sequence[str]]) -> str:
-    """KL and score of every setting tried; each method's lowest mean KL in bold."""
+    """KL and score of every setting tried, on the examples that all settings of a method share; its lowest mean KL in
+    bold.
+    """
     lines = []
     for method, settings in trials.items():
         tried = [(each, study.cells(f"method={method} {each}".strip())) for each in settings]
-        known = [x for _, cells in tried if (x := mean_of(cells[ALL], kl)) is not None]
+        ran = [set(cells[ALL].rows) for _, cells in tried if cells[ALL].rows]
+        shared = set.intersection(*ran) if ran else set()
+        known = {each: x for each, cells in tried if (x := mean_of(_of(cells[ALL], shared), kl)) is not None}
         for each, cells in tried:
-            best = "**" if known and mean_of(cells[ALL], kl) == min(known) else ""
+            cells = {family: _of(cell, shared) for family, cell in cells.items()}
+            best = "**" if each in known and known[each] == min(known.values()) else ""
             name = f"{best}{_short(each) or 'as it is'}{best}"
             lines.append([method, name, memory(cells.values()), *map(level, cells.values())])
     return table(["method", "setting", "memory", *(f"{x}: KL; score" for x in (*study.families, ALL))], lines)
+
+
+def _of(cell: Cell, names: set[str]) -> Cell:
+    return Cell({name: row for name, row in cell.rows.items() if name in names}, cell.reason)
 
 
 def heatmap(study: Study, omegas: Sequence[int], shares: Sequence[float]) -> str:
@@ -195,7 +214,12 @@ def _short(change: str) -> str:
     return change.replace("method.", "").replace("method=", "")
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # subprocess.run then ends its child
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, _end)
     known: dict[str, Any] = yaml.safe_load((ROOT / "configs/study.yaml").read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2_135m")

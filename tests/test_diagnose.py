@@ -337,7 +337,7 @@ def findings(**changes: Any) -> Findings:
         "num_looping": 1,
         "runs": {f"a run with a name {number}": {**spreads, **fixed} for number in range(7)},
         "errors": {"a": [0.1] * 80},
-        "kl_change": {("a run with a name 0", "another with a name " + 3 * "longer "): Spread(-0.5, -0.75, -0.25, 3)},
+        "kl_change": {("a run with a name 0", "another with a name " + 3 * "longer "): Spread(-0.5, -0.75, -0.25, 6)},
         "worst": dict.fromkeys(("k_full", "k_quantized", "churn.full", "fraction"), 0.5)
         | dict.fromkeys(("ledger.bytes", "ledger.share", "ledger.peak"), 0.1),
         "paper": [PaperFigure("a run with a name 0", "churn.held", "0.017", "~", "A note.")],

@@ -9,6 +9,7 @@ from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
+from qevict_bench.comparison import MIN_DIFFERING
 from qevict_bench.diagnostics import SHARES
 from qevict_bench.measures import MOVES, SPANS, WHO, Spread
 from qevict_bench.terminal import cut, fitted, wrapped
@@ -233,9 +234,10 @@ def _pairs(found: Findings) -> Iterator[str]:
     known = {pair: spread for pair, spread in found.kl_change.items() if spread.num}
     if not known:
         return
-    yield "KL of one run minus that of another on the same streams, nats; * where the interval excludes 0"
+    yield "KL of one run minus that of another on the same streams, nats; * excludes 0 (each pair by itself)"
     for (first, second), spread in known.items():
-        name, star = f"{cut(second, 30)} - {cut(first, 30)}", "*" if spread.low > 0 or spread.high < 0 else ""
+        shown = spread.num >= MIN_DIFFERING and (spread.low > 0 or spread.high < 0)
+        name, star = f"{cut(second, 30)} - {cut(first, 30)}", "*" if shown else ""
         yield f"  {fitted(name, 64)} {spread.value:+.3f} [{spread.low:+.3f}, {spread.high:+.3f}]{star}"
 
 

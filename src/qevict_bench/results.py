@@ -28,7 +28,7 @@ SCHEMA_VERSION = 3
 log = logging.getLogger(__name__)
 
 
-_FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml", "wanted.json")
+_FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml", "wanted.json", "wandb.json")
 
 
 class Damaged(ValueError):

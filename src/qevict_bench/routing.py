@@ -16,7 +16,7 @@ from qevict_bench.codecs import KeyParams, PerChannel, PerToken, Tier
 from qevict_bench.fitting import infeasible, needed_fraction, pays
 from qevict_bench.policy import EVICTED, FULL, Allowance, KVPolicy, LayerView, Placement
 from qevict_bench.scoring import enter
-from qevict_bench.selection import Split, fit_split, rank
+from qevict_bench.selection import Split, fit_split, rank, share_of
 
 LOW = 1
 KEY_PARAMS: dict[str, KeyParams] = {"window": "window", "group": "group", "static": "static", "window8": "relative8"}
@@ -101,8 +101,8 @@ def divided(split: Split, allowance: Allowance, head_budgets: str, alpha: float)
     equal = fit_split(split, allowance, FULL, LOW, EVICTED)
     if head_budgets == "equal":
         return equal
-    num_BT = ((equal == FULL) & split.candidate_BHU).sum(-1) * alpha
-    sure_BTU = rank(split.score_BHU, split.eligible_BHU) < num_BT.floor()[..., None]
+    num_BT = share_of(((equal == FULL) & split.candidate_BHU).sum(-1), alpha)
+    sure_BTU = rank(split.score_BHU, split.eligible_BHU) < num_BT[..., None]
     first_BTU = split.score_BHU + sure_BTU * (1 + split.score_BHU.amax())
     parts = (first_BTU, split.candidate_BHU, split.eligible_BHU, split.protected_BHU)
     first, candidate, eligible, protected = (x.flatten(1)[:, None] for x in parts)

@@ -1,27 +1,32 @@
 """Where a run can be watched: nowhere, or as a run of Weights & Biases. Rows are on disk first, always.
 
 Sending happens in a thread of its own, so that a slow or broken service neither slows a run nor fails it: what goes
-wrong is one warning. wandb.json in the run's folder says how many rows were sent; what is missing is sent when the
-command is issued again, under the same id (the run's), each row at its own step.
+wrong is one warning. wandb.json in the run's folder says how many lines of rows.jsonl were sent; what is missing is
+sent when the command is issued again, under the same id (the run's; after resume=restart with a number behind it), each
+line at its own step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
+from tempfile import TemporaryFile
 from threading import Thread
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 
 from qevict_bench.results import RunFolder, write_atomic
-from qevict_bench.rows import Row
+from qevict_bench.rows import Row, parse_row
 from qevict_bench.summary import Summary
 
 SENT = "wandb.json"
@@ -79,6 +84,26 @@ class Wandb:
         sender.close(exit_code=0)
 
 
+PENDING: list[Thread] = []
+"""Threads that were not done in time."""
+
+
+def leave(status: int) -> NoReturn:
+    """End the process; without waiting for a service that was late."""
+    if any(thread.is_alive() for thread in PENDING):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+class _Sent(NamedTuple):
+    """What W&B has: so many lines of rows.jsonl, and a summary with this hash."""
+
+    lines: int = 0
+    summary: str = ""
+
+
 class _Sender(Watch):
     """Hands figures to a thread, which is started by the first thing that was not sent before."""
 
@@ -87,22 +112,25 @@ class _Sender(Watch):
         self._config: dict[str, Any] = yaml.safe_load(config)
         self._queue: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._thread: Thread | None = None
+        self._late = False
         self._sent = _read_sent(folder.path / SENT)
-        self._rows, self._scores = 0, dict[str, list[float]]()
-        for row in folder.rows.values():
-            self.row(row)
+        self._lines, self._scores = 0, dict[str, dict[str, float]]()
+        for line in (folder.path / "rows.jsonl").read_bytes().splitlines():
+            self.row(parse_row(json.loads(line)))
 
     def row(self, row: Row) -> None:
-        self._rows += 1
+        self._lines += 1
         if row.metrics:
-            self._scores.setdefault(row.subset, []).append(100 * (row.score or 0.0))
-        if self._rows > self._sent.rows:
-            running = {f"running/{subset}": fmean(scores) for subset, scores in self._scores.items()}
-            self._put("row", (self._rows, _flat("example", _figures(row)) | running))
+            self._scores.setdefault(row.subset, {})[row.example_id] = 100 * (row.score or 0.0)
+        if self._lines > self._sent.lines:
+            running = {f"running/{subset}": fmean(scores.values()) for subset, scores in self._scores.items()}
+            self._put("row", (self._lines, _flat("example", _figures(row)) | running))
 
     def summary(self, rows: Sequence[Row], summary: Summary) -> None:
-        if self._thread is not None or not self._sent.summary:
-            self._put("summary", (self._rows, _flat("", _condensed(summary)), _predictions(rows, self._settings)))
+        figures = _flat("", _condensed(summary))
+        mark = hashlib.sha256(repr(figures).encode()).hexdigest()[:16]
+        if self._thread is not None or mark != self._sent.summary:
+            self._put("summary", (self._lines, mark, figures, _predictions(rows, self._settings)))
 
     def close(self, exit_code: int) -> None:
         if self._thread is None:
@@ -110,6 +138,8 @@ class _Sender(Watch):
         self._put("end", exit_code)
         self._thread.join(self._settings.timeout_s)
         if self._thread.is_alive():
+            self._late = True
+            PENDING.append(self._thread)
             self._warn(f"not done after {self._settings.timeout_s:g} s")
 
     def _put(self, kind: str, what: Any) -> None:
@@ -119,34 +149,47 @@ class _Sender(Watch):
             self._thread.start()
 
     def _send(self) -> None:
+        run = None
         try:
             import wandb  # half a second, and only here
 
             run = self._begin(wandb)
-            sent = self._sent
-            for kind, what in iter(self._queue.get, None):
-                if kind == "row":
-                    step, figures = what
-                    run.log(figures, step=step)
-                    sent = sent._replace(rows=step)
-                elif kind == "summary":
-                    step, figures, predictions = what
-                    run.log({"predictions": wandb.Table(columns=list(_COLUMNS), data=predictions)}, step=step)
-                    run.summary.update(figures)
-                    sent = sent._replace(summary=True)
-                else:
-                    run.finish(exit_code=what)
-                    break
-            write_atomic(self._path / SENT, json.dumps(sent._asdict()) + "\n")
+            sent = self._pump(run, wandb.Table)
+            if not self._late:
+                write_atomic(self._path / SENT, json.dumps(sent._asdict()) + "\n")
         except Exception as error:  # whatever it is, it is not the run's business
-            self._warn(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            if not self._late:
+                self._warn(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            with suppress(Exception):  # else its id stays in use
+                run.finish(exit_code=1)  # type: ignore[union-attr]
+
+    def _pump(self, run: Any, table: Callable[..., Any]) -> _Sent:
+        """Send until the end; what W&B has then."""
+        sent = self._sent
+        for kind, what in iter(self._queue.get, None):
+            if kind == "row":
+                step, figures = what
+                run.log(figures, step=step)
+                sent = sent._replace(lines=step)
+            elif kind == "summary":
+                step, mark, figures, predictions = what
+                run.log({"predictions": table(columns=list(_COLUMNS), data=predictions)}, step=step)
+                run.summary.update(figures)
+                sent = sent._replace(summary=mark)
+            else:
+                run.finish(exit_code=what)
+                break
+        return sent
 
     def _begin(self, wandb: Any) -> Any:
         settings, config = self._settings, self._config
         settings.dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=settings.dir):  # W&B would quietly write elsewhere
+            logging.raiseExceptions = False  # of a full disk its own log would print a traceback per line
+        restarts = len(list(self._path.glob("replaced-*")))
         return wandb.init(
             project=settings.project,
-            id=self._path.name,
+            id=self._path.name + (f"-{restarts}" if restarts else ""),
             name=f"{config['method']['name']} {config['budget']}",
             group=settings.group or f"{config['model']['name']} {config['task']['_target_'].split('.')[1]}",
             mode=settings.mode,
@@ -166,21 +209,16 @@ class _Sender(Watch):
         )
 
 
-class _Sent(NamedTuple):
-    """How many rows W&B has, and whether it has their summary."""
-
-    rows: int = 0
-    summary: bool = False
-
-
 def _read_sent(path: Path) -> _Sent:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return _Sent(int(found["rows"]), bool(found["summary"]))
+        return _Sent(int(found["lines"]), str(found["summary"]))
     except (OSError, ValueError, TypeError, KeyError):
         return _Sent()
 
 
+_LONGEST = 2000
+"""Characters of a prediction in the table."""
 _COLUMNS = ("example", "subset", "status", "score", "prediction", "answers", "memory")
 
 
@@ -192,7 +230,7 @@ def _predictions(rows: Sequence[Row], settings: Wandb) -> list[list[Any]]:
             row.subset,
             row.status,
             row.score,
-            row.prediction,
+            row.prediction[:_LONGEST],
             " | ".join(row.answers),
             (row.fractions or {}).get("mean"),
         ]
