@@ -9,8 +9,8 @@ that it can be stopped and issued again), then prints a Markdown table. By defau
 KL(p_full || p_method) on the gold text in nats per token (below 0 is better than the preset) and of the score in
 points (above 0 is better), paired on the same examples, with 95 % intervals; `all` is the mean of the subsets, memory
 the range over families; a star where the bootstrap's p is at most 5 %, each cell by itself (fewer than 6 examples have
-none). A cell that cannot run, or that lacks a subset, says why; n stands where examples are missing. Exit codes: 0; 1 if
-a run or an example failed; 2 for a mistake in the input; 130 interrupted.
+none). A cell that cannot run, or that lacks a subset, says why; n stands where examples are missing. Exit codes: 0; 1
+if a run or an example failed; 2 for a mistake in the input; 130 interrupted.
 """
 
 from __future__ import annotations

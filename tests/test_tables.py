@@ -231,8 +231,8 @@ def test_the_study_runs_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not broken["all"].rows
     assert "needles can only be generated" in broken["other"].reason
     assert len(made.failed) == 1
-    with pytest.raises(ValueError, match="needles can only be generated"):
-        made.cells("")
+    with pytest.raises(ValueError, match="needles can only be generated"):  # the first that runs: so would all others
+        study.Study(common, tmp_path, runs, {"other": both["other"]}).cells("method.sink=5")
     assert "done: run.py method=qevict" in capsys.readouterr().err
 
 
@@ -251,6 +251,17 @@ def test_study_means_weigh_subsets_alike() -> None:
     assert study.change_of(cell, base, study.score, 0).startswith("+50 [")
     assert study.level(base) == "3.500; 0 (n = 3)"
     assert study.memory([base]) == "0.100 - 0.100"
+
+
+def test_a_cell_that_lacks_examples_says_so() -> None:
+    study = script("study")
+    base = study.Cell({n: study_row(n, "x", 1.0, 0.0) for n in "abcdefgh"})
+    cell = study.Cell({n: study_row(n, "x", 0.5, 0.0) for n in "abcdefg"})
+    assert study.change_of(cell, base, study.kl, 1) == "-0.5 [-0.5, -0.5]* (n = 7 of 8)"
+    few = study.Cell({n: study_row(n, "x", 0.5, 0.0) for n in "abcd"})
+    assert "*" not in study.change_of(few, base, study.kl, 1)
+    assert study._part(cell, ("x", "y")).reason == "no y"
+    assert study._part(cell, ("x",)).rows == cell.rows
 
 
 def test_the_best_of_the_trials_is_in_bold(monkeypatch: pytest.MonkeyPatch) -> None:
