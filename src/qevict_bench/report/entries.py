@@ -12,7 +12,7 @@ from qevict_bench.alarms import Alarm, advice, alarms_of, row_alarms
 from qevict_bench.comparison import Comparison, Comparisons, Pair, compare, pair, points
 from qevict_bench.report.groups import Group
 from qevict_bench.rows import Row
-from qevict_bench.runs import Run, data_difference
+from qevict_bench.runs import PROTOCOL, Run, data_difference
 from qevict_bench.statistics import detectable_difference, holm
 from qevict_bench.tables import Missing
 
@@ -143,13 +143,17 @@ def _reference(run: Run, runs: Sequence[Run]) -> tuple[Run | None, str]:
         return None, ""
     candidates = [other for other in runs if other.is_reference]
     named = [other for other in candidates if other.first.run_id == run.reference_id]
-    same = ("dtype", "prompt_source", "protocol", "mode", "answer_prefix_at", "instruction_at", "first_token")
-    alike = [x for x in candidates if all(getattr(x.first, f) == getattr(run.first, f) for f in same)]
+    alike = [other for other in candidates if _conditions(other) == _conditions(run)]
     for other in named or alike:
         if difference := data_difference(run.rows, other.rows):
             return None, f"FullKV was asked something else ({difference[0]})"
         return other, ""
     return None, "no FullKV run"
+
+
+def _conditions(run: Run) -> tuple[object, ...]:
+    """What a table may mix if it is allowed to, but no comparison."""
+    return tuple(getattr(run.first, field) for field in ("dtype", "prompt_source", *PROTOCOL))
 
 
 def _names(group: Group) -> list[tuple[str, str]]:
@@ -205,15 +209,15 @@ def _starred(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _ranked(entries: Sequence[Entry]) -> list[Entry]:
-    """With `best` and `tied`, among matched runs of the same budget.
+    """With `best` and `tied`, among matched runs of the same budget and conditions.
 
     The run with the highest score is compared with each of the others, p times the number of these comparisons
     (Bonferroni): that a run other than the truly best one beats all others is then as rare as for one pair.
     """
-    budgets: dict[str, list[int]] = {}
+    budgets: dict[tuple[object, ...], list[int]] = {}
     for index, entry in enumerate(entries):
         if not entry.is_reference and not entry.published and entry.matched and entry.score is not None:
-            budgets.setdefault(entry.budget, []).append(index)
+            budgets.setdefault((entry.budget, *_conditions(entry.run)), []).append(index)
     found = list(entries)
     for members in budgets.values():
         top, *others = sorted(members, key=lambda index: -(entries[index].score or 0.0))

@@ -135,7 +135,7 @@ def grouped(runs: Iterable[Run], allow: Sequence[str]) -> list[Group]:
                 between.append(("", other))
             if all(kind in allow for kind, _ in between):
                 for kind, (name, mine, theirs) in between:
-                    kinds.setdefault(kind, {})[f"{name} {mine} or {theirs}"] = None
+                    kinds.setdefault(kind, {})[f"{name} {' or '.join(sorted(map(str, (mine, theirs))))}"] = None
                 members.append(run)
                 break
         else:

@@ -77,8 +77,9 @@ def series_of(entries: Sequence[Entry], quality: Quality) -> list[Series]:
 
 
 def full_value(entries: Sequence[Entry]) -> float | None:
-    """FullKV's macro score."""
-    return next((entry.score for entry in entries if entry.is_reference), None)
+    """FullKV's macro score; None if there are several, of several conditions."""
+    found = [entry.score for entry in entries if entry.is_reference]
+    return found[0] if len(found) == 1 else None
 
 
 def needed_table(group: Group, name: str, entries: Sequence[Entry], quality: Quality) -> Table | None:
