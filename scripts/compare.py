@@ -16,59 +16,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean
-from typing import Any
-
-import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
 from qevict_bench import alarms  # noqa: E402
 from qevict_bench.comparison import MIN_DIFFERING, Comparison, Comparisons, Pair, compare, pair, points, shown_p  # noqa: E402
-from qevict_bench.environment import Environment  # noqa: E402
-from qevict_bench.results import read_rows  # noqa: E402
-from qevict_bench.rows import Row  # noqa: E402
-from qevict_bench.standing import read_json, standing  # noqa: E402
+from qevict_bench.runs import (  # noqa: E402
+    Difference,
+    Run,
+    data_difference,
+    one_line,
+    origin_differences,
+    read_run,
+    setting_differences,
+)
 from qevict_bench.statistics import ALPHA, holm, spearman  # noqa: E402
-from qevict_bench.terminal import allow_any_sign, columns, cut, fitted, plain, wrapped  # noqa: E402
+from qevict_bench.terminal import allow_any_sign, columns, cut, fitted, wrapped  # noqa: E402
 
 WIDTH = 100
-PROTOCOL = ("protocol", "mode", "answer_prefix_at", "instruction_at", "first_token")
-SETTING = ("model", "dtype", "task", "prompt_source", "split", "seed", *PROTOCOL)
-"""Fields of a row that must agree, beside model.*, task.* and protocol.* of config.yaml."""
-DATA = ("subset", "index", "group", "answers", "prompt_tokens")
-"""Fields of a row that must agree on every shared example."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as read from its folder. `reference_id` comes from summary.json ("" without it).
-
-    `finished`: it has every example that its newest command asked for, and their summary.
-    """
-
-    number: int
-    path: Path
-    rows: list[Row]
-    config: Mapping[str, Any]
-    environment: Environment
-    reference_id: str
-    finished: bool
-
-    @property
-    def good(self) -> list[Row]:
-        return [row for row in self.rows if row.status == "ok"]
-
-    @property
-    def memory(self) -> float:
-        """Mean share of FullKV's bytes."""
-        return fmean((row.fractions or {}).get("mean", 0.0) for row in self.good) if self.good else 0.0
-
-    @property
-    def is_reference(self) -> bool:
-        row, reference = self.rows[0], self.config["reference"]
-        return row.budget == "1.0" and isinstance(reference, dict) and reference.get("name") == row.method
 
 
 @dataclass(frozen=True)
@@ -99,73 +65,25 @@ def load(name: str, results_dir: Path, number: int) -> Run:
     path = next((path for path in (Path(name), results_dir / name) if path.is_dir()), None)
     if path is None:
         raise ValueError(f"{name} is neither the folder of a run nor the id of one in {results_dir}; see --results-dir")
-    found, _ = read_rows(path / "rows.jsonl")
-    if not found:
-        raise ValueError(f"{path} has no rows; give the folder of a run that has begun")
-    if not any(row.metrics for row in found.values()) and any(row.status == "ok" for row in found.values()):
-        task = next(iter(found.values())).task
-        raise ValueError(f"{path} has no scores (task={task}); compare the NLL in the tables of run.py")
-    try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or not {"model", "task", "protocol", "reference", "method"} <= config.keys():
-            raise ValueError("it is not the configuration of a run")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path / 'config.yaml'} cannot be read ({_one_line(error)}); run it again") from None
-    try:
-        environment = Environment.from_json(read_json(path / "env.json"))
-    except ValueError as error:
-        raise ValueError(f"{path / 'env.json'} cannot be read ({_one_line(error)}); run it again") from None
-    summary = read_json(path / "summary.json")
-    facts = summary.get("facts")
-    reference_id = str(facts.get("reference_id", "")) if isinstance(facts, dict) else ""
-    stands = standing(path, found.values())
-    finished = stands.complete and stands.summarized
-    return Run(number, path, list(found.values()), config, environment, reference_id, finished)
+    run = read_run(path, number)
+    if not run.scored:
+        raise ValueError(f"{path} has no scores (task={run.first.task}); compare the NLL in the tables of run.py")
+    return run
 
 
 def check(first: Run, second: Run, allowed: Sequence[str]) -> None:
     """Raise ValueError, naming the field and both values, unless the runs may be compared."""
-    for name, mine, theirs in _settings(first, second):
-        if mine != theirs:
-            _refuse(first, second, name, mine, theirs, "compare runs that differ in method and budget only")
+    for difference in setting_differences(first, second):
+        _refuse(first, second, difference, "compare runs that differ in method and budget only")
     if "versions" not in allowed:
-        for name, mine, theirs in _origins(first, second):
-            if mine != theirs:
-                _refuse(first, second, name, mine, theirs, "run one again, or compare all the same: --allow=versions")
-    for row, other in (both for members in pair(first.rows, second.rows).values() for both in members):
-        for field in DATA:
-            if (mine := getattr(row, field)) != (theirs := getattr(other, field)):
-                _refuse(first, second, f"{field} of {row.example_id}", mine, theirs, "their task data are not the same")
+        for difference in origin_differences(first, second):
+            _refuse(first, second, difference, "run one again, or compare all the same: --allow=versions")
+    if other := data_difference(first.rows, second.rows):
+        _refuse(first, second, other, "their task data are not the same")
 
 
-def _settings(first: Run, second: Run) -> Iterator[tuple[str, object, object]]:
-    for field in SETTING:
-        yield field, getattr(first.rows[0], field), getattr(second.rows[0], field)
-    for group in ("model", "task", "protocol"):
-        mine, theirs = (_flat(run.config[group], f"{group}.") for run in (first, second))
-        yield from ((name, mine.get(name, "none"), theirs.get(name, "none")) for name in sorted(mine | theirs))
-    same_batches = first.rows[0].batch_size == second.rows[0].batch_size  # they are part of the reference's id
-    if first.reference_id and second.reference_id and same_batches:
-        yield "the reference run (model weights, task data, reference method)", first.reference_id, second.reference_id
-
-
-def _origins(first: Run, second: Run) -> Iterator[tuple[str, object, object]]:
-    """The code of a method counts too where both runs have the same."""
-    mine, theirs = first.environment, second.environment
-    if first.config["method"] == second.config["method"]:
-        yield "code hash", mine.code_hash, theirs.code_hash
-    yield "code hash of engine and task", mine.shared_hash, theirs.shared_hash
-    yield "device", mine.device, theirs.device
-    names = sorted(mine.versions.keys() | theirs.versions.keys())
-    yield from ((name, mine.versions.get(name, "none"), theirs.versions.get(name, "none")) for name in names)
-
-
-def _flat(node: object, where: str) -> dict[str, object]:
-    """{"task.subsets": [...], ...}: one entry per field of a section of config.yaml."""
-    return {f"{where}{name}": value for name, value in node.items()} if isinstance(node, dict) else {where: node}
-
-
-def _refuse(first: Run, second: Run, name: str, mine: object, theirs: object, remedy: str) -> None:
+def _refuse(first: Run, second: Run, difference: Difference, remedy: str) -> None:
+    name, mine, theirs = difference
     raise ValueError(
         f"{first.path.name} and {second.path.name} cannot be compared: {name} is {_short(mine)} in one and "
         f"{_short(theirs)} in the other; {remedy}"
@@ -194,7 +112,7 @@ def _title(runs: Sequence[Run]) -> Iterator[str]:
     devices = ", ".join(sorted({run.rows[0].device for run in runs}))
     yield from _wrapped(f"{row.task.upper()}{wording} on {row.model} ({row.dtype}, {devices})", "")
     yield f"protocol {row.protocol_words}, first_token {row.first_token}, split {row.split}, seed {row.seed}"
-    mixed = {name for a, b in combinations(runs, 2) for name, mine, theirs in _origins(a, b) if mine != theirs}
+    mixed = {name for a, b in combinations(runs, 2) for name, _, _ in origin_differences(a, b)}
     if mixed:
         yield from _wrapped(f"NOT THE SAME SOFTWARE (--allow=versions): {', '.join(sorted(mixed))} differ", "")
     if any(run.environment.git_dirty for run in runs):
@@ -309,10 +227,6 @@ def _short(value: object) -> str:
     return cut(str(value), 60) or "empty"
 
 
-def _one_line(error: Exception) -> str:
-    return plain(str(error))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder or id of a run; at least two")
@@ -334,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ordered = [(b, a) if a.is_reference else (a, b) for a, b in combinations(runs, 2)]
         matches = [Match(a, b, pairs, compare(pairs)) for a, b in ordered for pairs in [pair(a.rows, b.rows)]]
     except ValueError as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print("\n".join(report(runs, matches, args.subsets)))
     return 0

@@ -31,6 +31,7 @@ from drift_lockstep import FOLDER  # noqa: E402
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.statistics import bootstrap  # noqa: E402
+from qevict_bench.tables import Cell, Missing, Number, grid  # noqa: E402
 
 SAME = ("dtype", "seed", "split", "basis", "batch_size", "answer_prefix_at", "instruction_at", "first_token")
 """Fields in which runs of one table agree."""
@@ -107,12 +108,12 @@ def forced_turns(path: Path, rows: dict[str, Row]) -> dict[str, Turn]:
     return found
 
 
-def cell(turns: Sequence[Turn], value: str, digits: int) -> str:
+def cell(turns: Sequence[Turn], value: str, digits: int) -> Cell:
     """Mean with its interval over conversations."""
     if not turns:
-        return ""
+        return Missing("")
     found = bootstrap([turn.values[value] for turn in turns], [turn.group for turn in turns]).interval()
-    return f"{found.value:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    return Number.of(found, digits)
 
 
 def differences(run: Run, full: Run) -> list[Turn]:
@@ -144,10 +145,6 @@ def _asked(row: Row) -> tuple[object, ...]:
     return row.answers, row.prompt_tokens
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
-
-
 def shown(runs: Sequence[Run]) -> str:
     """Both tables."""
     full = next((run for run in runs if run.label == "full_kv"), None)
@@ -160,11 +157,12 @@ def shown(runs: Sequence[Run]) -> str:
         "same needle": lambda turn: turn.reasked,
         "another": lambda turn: turn.distance > 0 and not turn.reasked,
     }
-    scored, forced = [], []
+    scored: list[list[Cell]] = []
+    forced: list[list[Cell]] = []
     for run in runs:
         turns, memory = list(run.turns.values()), fmean((row.fractions or {})["mean"] for row in run.rows.values())
-        start = [run.label, run.budget, f"{memory:.3f}", str(len(turns))]
-        against = cell(differences(run, full), "score", 0) if full and run is not full else ""
+        start: list[Cell] = [run.label, run.budget, Number(memory, 3), str(len(turns))]
+        against: Cell = cell(differences(run, full), "score", 0) if full and run is not full else ""
         cells = [
             cell([turn for turn in turns if keep(turn)], "score", 0) for keep in (*groups.values(), *kinds.values())
         ]
@@ -175,9 +173,9 @@ def shown(runs: Sequence[Run]) -> str:
             known = [turn._replace(values={**turn.values, "missed": 100 * turn.values["missed"]}) for turn in known]
             for value, digits, name in (("kl", 3, "KL"), ("missed", 1, "attention on evicted tokens, %")):
                 cells = [cell([turn for turn in known if keep(turn)], value, digits) for keep in groups.values()]
-                forced.append([run.label, run.budget, f"{memory:.3f}", str(len(known)), name, *cells])
-    first = table(["method", "budget", "memory", "turns", *groups, *kinds, "minus FullKV"], scored)
-    second = table(["method", "budget", "memory", "turns", "measure", *groups], forced)
+                forced.append([run.label, run.budget, Number(memory, 3), str(len(known)), name, *cells])
+    first = grid(["method", "budget", "memory", "turns", *groups, *kinds, "minus FullKV"], scored)
+    second = grid(["method", "budget", "memory", "turns", "measure", *groups], forced)
     return f"{first}\n\n{second}" if forced else first
 
 

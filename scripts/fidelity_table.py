@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.statistics import bootstrap, spearman  # noqa: E402
+from qevict_bench.tables import Cell, Number, grid  # noqa: E402
 
 RESAMPLES = 2000
 COLUMNS = {"kl": ("gold.kl", 1, 3), "kl_1": ("gold.kl_first", 1, 3), "agreement": ("gold.agreement", 100, 0)}
@@ -66,15 +67,15 @@ def table(methods: dict[str, Rows]) -> str:
     check(methods)
     order = sorted(methods, key=lambda label: _mean(methods[label], names, "gold.kl"))
     head = ["method", "memory", "n", "score, %", "KL", "KL of token 1", "agreement", "NLL change"]
-    lines = [head, ["---"] * len(head)]
+    lines: list[list[Cell]] = []
     for label in order:
         rows = [methods[label][name] for name in names]
-        cells = [_cell([100 * (row.score or 0.0) for row in rows], rows, 0)]
+        cells: list[Cell] = [_cell([100 * (row.score or 0.0) for row in rows], rows, 0)]
         for name, scale, digits in COLUMNS.values():
             cells.append(_cell([scale * (row.fidelity or {})[name] for row in rows], rows, digits))
         memory = fmean((row.fidelity or {})["gold.memory"] for row in rows)
-        lines.append([label, f"{memory:.3f}", str(len(rows)), *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_ranks(methods, names)}"
+        lines.append([label, Number(memory, 3), str(len(rows)), *cells])
+    return f"{grid(head, lines)}\n\n{_ranks(methods, names)}"
 
 
 def check(methods: dict[str, Rows]) -> None:
@@ -91,9 +92,9 @@ def _mean(rows: Rows, names: Sequence[str], value: str) -> float:
     return fmean((rows[name].fidelity or {})[value] for name in names)
 
 
-def _cell(values: Sequence[float], rows: Sequence[Row], digits: int) -> str:
+def _cell(values: Sequence[float], rows: Sequence[Row], digits: int) -> Cell:
     found = bootstrap(values, [row.group for row in rows] if all(row.group for row in rows) else ()).interval()
-    return f"{found.value:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    return Number.of(found, digits)
 
 
 def _ranks(methods: dict[str, Rows], names: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.statistics import ALPHA, bootstraps, macro  # noqa: E402
+from qevict_bench.tables import Number, grid  # noqa: E402
 
 ALL = "all"
 PRESET = "qevict"
@@ -129,10 +130,10 @@ def change_of(cell: Cell, base: Cell, value: Callable[[Row], float | None], digi
         return "n/a" if cell.rows and base.rows else cell.reason or base.reason or "n/a"
     values, groups = ([[pair[i] for pair in pairs] for pairs in strata.values()] for i in (0, 1))
     resampled = macro(bootstraps(values, groups))  # type: ignore[arg-type]
-    found, star = resampled.interval(), "*" if resampled.p_value() <= ALPHA else ""
+    star = "*" if resampled.p_value() <= ALPHA else ""
     num, whole = sum(map(len, values)), sum(value(row) is not None for row in base.rows.values())
     fewer = "" if num == whole else f" (n = {num} of {whole})"
-    return f"{found.value:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]{star}{fewer}"
+    return Number.of(resampled.interval(), digits, signed=True, mark=star).shown + fewer
 
 
 def mean_of(cell: Cell, value: Callable[[Row], float | None]) -> float | None:
@@ -157,10 +158,6 @@ def memory(cells: Iterable[Cell]) -> str:
     return f"{min(known):.3f} - {max(known):.3f}" if known else ""
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
-
-
 def points_table(study: Study, points: Mapping[str, Sequence[str]]) -> str:
     """KL and score of every change beside the preset's."""
     base = study.cells("")
@@ -175,7 +172,7 @@ def points_table(study: Study, points: Mapping[str, Sequence[str]]) -> str:
                 for name, cell in cells.items()
             ]
             lines.append([f"{point}: {_short(change)}", memory(cells.values()), *shown])
-    return table(["change", "memory", *(f"{name}: KL; score" for name in base)], lines)
+    return grid(["change", "memory", *(f"{name}: KL; score" for name in base)], lines)
 
 
 def trials_table(study: Study, trials: Mapping[str, Sequence[str]]) -> str:
@@ -193,7 +190,7 @@ def trials_table(study: Study, trials: Mapping[str, Sequence[str]]) -> str:
             best = "**" if each in known and known[each] == min(known.values()) else ""
             name = f"{best}{_short(each) or 'as it is'}{best}"
             lines.append([method, name, memory(cells.values()), *map(level, cells.values())])
-    return table(["method", "setting", "memory", *(f"{x}: KL; score" for x in (*study.families, ALL))], lines)
+    return grid(["method", "setting", "memory", *(f"{x}: KL; score" for x in (*study.families, ALL))], lines)
 
 
 def _of(cell: Cell, names: set[str]) -> Cell:
@@ -206,7 +203,7 @@ def heatmap(study: Study, omegas: Sequence[int], shares: Sequence[float]) -> str
     parts = []
     for name in (*study.families, ALL):
         lines = [[str(o), *(level(cells[o, q][name]) for q in shares)] for o in omegas]
-        parts.append(f"{name} (KL; score)\n\n{table(['Omega', *(f'q {q}' for q in shares)], lines)}")
+        parts.append(f"{name} (KL; score)\n\n{grid(['Omega', *(f'q {q}' for q in shares)], lines)}")
     return "\n\n".join(parts)
 
 

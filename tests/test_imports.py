@@ -58,6 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comparison": {"rows", "statistics"},
     "alarms": {"comparison", "rows", "statistics"},
     "closing": {"alarms", "comparison", "statistics", "summary"},
+    "tables": {"statistics"},
+    "runs": {"comparison", "environment", "results", "rows", "standing", "terminal"},
+    "report": {
+        *("alarms", "closing", "comparison", "figures", "results", "rows", "runs", "statistics", "tables", "task"),
+    },
 }
 METHODS_MAY_IMPORT = {
     f"qevict_bench.{name}"

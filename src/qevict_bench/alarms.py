@@ -68,6 +68,12 @@ def lines(alarms: Iterable[Alarm]) -> list[str]:
     return [_line(members) for members in kinds.values()]
 
 
+def advice(kind: str) -> str:
+    """What a kind of alarm means, and what to do."""
+    headline, remedy = _WORDS[kind]
+    return f"{headline[:1].upper()}{headline[1:]}: {remedy}."
+
+
 def alarms_of(
     rows: Sequence[Row], reference_rows: Sequence[Row], found: Comparisons, pairs: Sequence[Pair]
 ) -> list[Alarm]:

@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any, Self
 
 ENGINE = "qevict_bench"
-READ_ROWS = ("alarms", "closing", "comparison", "progress", "statistics", "summary", "terminal")
+READ_ROWS = (
+    "alarms",
+    "closing",
+    "comparison",
+    "progress",
+    "report",
+    "runs",
+    "statistics",
+    "summary",
+    "tables",
+    "terminal",
+)
 """Modules of the engine that only read rows or show something: no row depends on them, so they may change."""
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "hydra-core")
 

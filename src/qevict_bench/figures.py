@@ -33,7 +33,7 @@ KINDS = {
     "evicted": "#E3E3E3",
 }
 _WORST = {"color": "#000000", "linestyle": "-.", "marker": "*"}
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 6.5,
     "axes.titlesize": 7,
@@ -106,7 +106,7 @@ def missed_mass(runs: Mapping[str, Missed], caption: str) -> Figure:
         "lost": (SERIES[1], "--"),
         "hindsight": (SERIES[2], ":"),
     }
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for ax, (name, curves) in zip(axes, runs.items(), strict=True):
             for kind, (color, dash) in styles.items():
                 if kind == "lost" and list(curves.lost.value) == list(curves.evicted.value):
@@ -128,8 +128,8 @@ def mass_bars(
     runs: Mapping[str, Mapping[str, float]], no_sinks: Mapping[str, Mapping[str, float]], caption: str
 ) -> Figure:
     """Attention by kind, a bar per run; on the right as shares of what is not on sinks."""
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure(0.75 + 0.26 * len(runs), caption)
+    with matplotlib.rc_context(STYLE):
+        figure = page(0.75 + 0.26 * len(runs), caption)
         axes = figure.subplots(1, 2, sharey=True)
         for ax, shares, title in zip(axes, (runs, no_sinks), ("all attention", "without sinks"), strict=True):
             for row, kinds in enumerate(shares.values()):
@@ -157,7 +157,7 @@ def residency(runs: Mapping[str, Residency], caption: str) -> Figure:
     figure, axes = _panels(len(runs), 1.3, caption)
     colors = ListedColormap(["#FFFFFF", *KINDS.values()])
     norm = BoundaryNorm([number - 1.5 for number in range(len(KINDS) + 2)], colors.N)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for ax, (name, run) in zip(axes, runs.items(), strict=True):
             ax.pcolormesh(run.tokens, run.position, run.kind, cmap=colors, norm=norm, rasterized=True)
             ax.set_ylim(run.position[-1], run.position[0])
@@ -176,8 +176,8 @@ def routing(
     caption: str,
 ) -> Figure:
     """Churn and LIR by run (a series per key), and LIR of each run by the span of a spell."""
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure(4.3, caption)
+    with matplotlib.rc_context(STYLE):
+        figure = page(4.3, caption)
         first, second, third = figure.subplots(3, 1)
         for ax, table, scale in ((first, churn, 1), (second, lir, 100)):
             runs = list(dict.fromkeys(run for series in table.values() for run in series))
@@ -203,10 +203,10 @@ def routing(
 
 def ledger(runs: Mapping[str, Ledger], worst: Ledger | None, caption: str) -> Figure:
     """Bytes and share of the ledger over decoded tokens, and its share against churn, a point per stream."""
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure(4.5, caption)
+    with matplotlib.rc_context(STYLE):
+        figure = page(4.5, caption)
         size, share, against = figure.subplots(3, 1)
-        series = [(name, run, _series(number)) for number, (name, run) in enumerate(runs.items())]
+        series = [(name, run, style_of(number)) for number, (name, run) in enumerate(runs.items())]
         if worst is not None:
             series.append(("oscillation", worst, _WORST))
         for name, run, style in series:
@@ -239,28 +239,30 @@ def ledger(runs: Mapping[str, Ledger], worst: Ledger | None, caption: str) -> Fi
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write NAME.png and NAME.pdf, without the time in them; the paths."""
     paths = [folder / f"{name}.{kind}" for kind in ("png", "pdf")]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure.savefig(paths[0], metadata={"Software": None})
         figure.savefig(paths[1], metadata={"CreationDate": None})
     return paths
 
 
-def _figure(height: float, caption: str) -> Figure:
-    text = fill(caption, 92)
+def page(height: float, caption: str, width: float = WIDTH) -> Figure:
+    """An empty figure with its caption below; `height` in inches, without the caption."""
+    text = fill(caption, int(92 * width / WIDTH))
     lines = text.count("\n") + 1
     share = (0.1 * lines + 0.03) / (height + 0.1 * lines)
     layout = ConstrainedLayoutEngine(rect=(0, share, 1, 1 - share))
-    figure = Figure(figsize=(WIDTH, height + 0.1 * lines), layout=layout)
-    figure.text(0.01, 0.005, text, fontsize=4.8, color="#555555", va="bottom", ha="left", linespacing=1.25)
+    figure = Figure(figsize=(width, height + 0.1 * lines), layout=layout)
+    left = 0.01 * WIDTH / width
+    figure.text(left, 0.005, text, fontsize=4.8, color="#555555", va="bottom", ha="left", linespacing=1.25)
     return figure
 
 
 def _panels(num: int, height: float, caption: str) -> tuple[Figure, list[Axes]]:
     """Panels in two columns with common axes."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         columns = min(2, num)
         rows = ceil(num / columns)
-        figure = _figure(0.55 + height * rows * (1 if columns == 2 else 1.4), caption)
+        figure = page(0.55 + height * rows * (1 if columns == 2 else 1.4), caption)
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         axes = [ax for line in grid for ax in line]
         for ax in axes[num:]:
@@ -299,7 +301,8 @@ def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], colum
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, columnspacing=1.0, handletextpad=0.5)
 
 
-def _series(number: int) -> dict[str, Any]:
+def style_of(number: int) -> dict[str, Any]:
+    """Colour, marker and dash of the number-th of several."""
     dashes = ("-", "--", ":", (0, (5, 1, 1, 1)))
     kind = number % len(SERIES)
     return {"color": SERIES[kind], "marker": MARKERS[kind], "linestyle": dashes[number % len(dashes)]}
@@ -316,7 +319,7 @@ def _draw_points(
 ) -> None:
     value, low, high = ([scale * x for x in part] for part in zip(*points, strict=True))
     reach = [[v - x for v, x in zip(value, low, strict=True)], [x - v for v, x in zip(value, high, strict=True)]]
-    style = _series(number)
+    style = style_of(number)
     ax.errorbar(
         at,
         value,
