@@ -16,7 +16,7 @@ from typing import Any
 import naive
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import attentions, engine, kept, prompt, random_ids, watched
 from torch import Tensor
@@ -312,6 +312,9 @@ class Driver:
         return not self.twin.low and len(candidates) * m_full + codes <= hist
 
 
+@example(  # all that was ever quantized is evicted: nothing is left in host memory
+    length=146, steps=[(19, 0), (4, 0)], share="0.3", q=0.1, shape=(8, 5, 32), fill=True, promotion="host"
+)
 @given(
     length=st.integers(64, 200),
     steps=st.lists(st.tuples(st.integers(1, 19), st.integers(0, 10**6)), min_size=1, max_size=5),

@@ -131,7 +131,7 @@ def usage(layer: LayerStore, row: int) -> Usage:
         for tensors in side.reference:
             counted["reference"] += sum(x[first:last].numel() * x.element_size() for x in tensors)
     coded_units = int((rect.coded[row] > FULL).sum()) * layer.shared_heads
-    host = coded_units * sum(x[0].numel() * x.element_size() for x in layer.host)
+    host = coded_units * sum(x.shape[1:].numel() * x.element_size() for x in layer.host)
     return Usage(counted, host=host, workspace=workspace(layer, row))
 
 

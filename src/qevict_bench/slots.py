@@ -300,6 +300,11 @@ class Side:
         self.reference: list[tuple[Tensor, ...]] = []  # per lane, each [B * H, ...]
         self._lanes_by_tier = torch.tensor([-1, -1, *self.lane_of], device=device)  # NOT_CODED, FULL, low-bit tiers
 
+    @property
+    def holds_codes(self) -> bool:
+        """Whether anything was ever coded here."""
+        return any(lane.slot for lane in self.lanes)
+
     def lane_map(self, coded: Tensor) -> Tensor:
         """Lane that holds each unit's codes, -1 for none; `coded` as in UnitTable."""
         return self._lanes_by_tier[coded + 1]

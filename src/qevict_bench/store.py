@@ -109,11 +109,7 @@ class LayerStore:
         """Everything attended to: the full tier alone, or a copy with the low-bit tiers decoded in front of it."""
         if self.working is not None:
             return self.working
-        if (
-            self.low_hidden
-            or not any(lane.slot for lane in self.keys.lanes)
-            or not bool((self.table.tier > FULL).any())
-        ):
+        if self.low_hidden or not (self.keys.holds_codes and bool((self.table.tier > FULL).any())):
             return self.full
         working = self._decoded()
         if keep_working_copy:
@@ -232,14 +228,12 @@ class LayerStore:
             rect = self.table.rect()
             lens = (rect.end[row].clamp(max=self.table.covered[row]) - rect.pos[row]).clamp(min=0)
             tier, units = rect.tier[row], torch.arange(rect.pos.shape[-1], device=self.device)
-            lows = range(1, 1 if self.low_hidden else len(self.tiers))
-            heads = []
+            lows, heads = range(1, 1 if self.low_hidden else len(self.tiers)), []
             for head in range(len(tier)):
                 low = [units[tier[head] == t].repeat_interleave(self.policy.unit) for t in lows]
                 full = (tier[head] == FULL) & (rect.pos[row, head] >= 0)
                 heads.append(torch.cat((*low, units[full].repeat_interleave(lens[head][full]))))
-            width = max(map(len, heads))
-            self._index[row] = torch.stack([torch.nn.functional.pad(h, (0, width - len(h))) for h in heads])
+            self._index[row] = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True)
         return self._index[row]
 
     def tiers_of(self, row: int, positions_N: Tensor) -> Tensor:
