@@ -299,12 +299,13 @@ class Driver:
             if cost <= hist or not (full or low):
                 return full, low
             k_low = len(low)
-            if k_full > least:
-                k_full, k_low = k_full - 1, k_low + 1
-            elif k_low:
+            if k_low and k_full <= least:
                 k_low -= 1
-            else:
-                k_full, k_low, least = k_full - 1, 1, k_full - 1
+                continue
+            k_full, k_low = k_full - 1, k_low + 1
+            least = min(least, k_full)
+            if policy.fill:  # a full window that kept its codes frees more than one low one takes
+                k_low = max(k_low, (hist - k_full * m_full) // m_low)
 
     def settled(self, candidates: list[int], m_full: int, m_low: int, hist: int) -> bool:
         """Everything that is left is full precision and fits: nothing has to move, whatever Eq. 3 says."""
@@ -312,6 +313,7 @@ class Driver:
         return not self.twin.low and len(candidates) * m_full + codes <= hist
 
 
+@example(64, [(16, 0), (1, 0)], "0.3", 0.1, (2, 4, 9), True, "dequantize")  # two low windows for a full one with codes
 @example(  # all that was ever quantized is evicted: nothing is left in host memory
     length=146, steps=[(19, 0), (4, 0)], share="0.3", q=0.1, shape=(8, 5, 32), fill=True, promotion="host"
 )
