@@ -233,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     common = [f"model={args.model}", f"budget={args.budget}", f"split={args.split}", f"limit={args.limit}"]
     common += [f"batch_size={args.limit}", f"profile.context_length={args.length}", "metrics.fidelity=true"]
+    common += ["metrics.fidelity_streams=[gold]"]
     families = {name: Family(**known["families"][name]) for name in args.families}
     study = Study(tuple(common), args.results_dir, known["runs"], families)
     try:

@@ -142,6 +142,7 @@ class Asking:
             seed=self.settings.seed,
             example_ids=[member.example.id for member in ready],
             max_tokens=job.metrics.fidelity_tokens,
+            streams=job.metrics.fidelity_streams,
             **readings,
         )
 

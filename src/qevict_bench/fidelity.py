@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,11 +34,10 @@ from qevict_bench.policy import KVPolicy
 from qevict_bench.protocol import Protocol, Steps, lengths
 from qevict_bench.selection import KeepEverything
 from qevict_bench.session import KVSession, geometry_of
+from qevict_bench.settings import STREAMS, Stream
 from qevict_bench.streams import Predictions, joined, kl_divergence, load, looping, most_probable, predict, save
 from qevict_bench.task import Prompt
 
-Stream = Literal["gold", "full_kv"]
-STREAMS: tuple[Stream, ...] = ("gold", "full_kv")
 MAX_TOKENS = 48
 _UNKEPT = Readings(kept=False)
 

@@ -25,7 +25,7 @@ from qevict_bench.progress import Waiting, counting
 from qevict_bench.protocol import Protocol
 from qevict_bench.results import Damaged, RunFailed, RunFolder, open_run, run_id
 from qevict_bench.rows import Row
-from qevict_bench.settings import Metrics, Settings, build, naming
+from qevict_bench.settings import STREAMS, Metrics, Settings, build, naming
 from qevict_bench.summary import Facts, Summary, summarize
 from qevict_bench.task import Task
 from qevict_bench.tracking import Off, Wandb, Watch
@@ -195,6 +195,8 @@ def make_plan(cfg: DictConfig) -> Plan:
         identity |= {"budget": _canonical(budget), "method": [name, _identity(policy)]}
         if measured.fidelity:
             identity |= {"fidelity": measured.fidelity_tokens}
+            if (streams := sorted(measured.fidelity_streams)) != sorted(STREAMS):
+                identity |= {"fidelity_streams": streams}
         config = OmegaConf.merge(cfg, {"method": node, **{field: getattr(budget, field) for field in _BOUNDS}})
         config.budget = budget.spec
         text = OmegaConf.to_yaml(config, resolve=True)

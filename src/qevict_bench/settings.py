@@ -45,18 +45,26 @@ class Settings:
         return Budget(self.budget, self.basis, self.enforce, self.small_budget)
 
 
+Stream = Literal["gold", "full_kv"]
+STREAMS: tuple[Stream, ...] = ("gold", "full_kv")
+"""The texts along which next-token distributions are compared (fidelity.py)."""
+
+
 @dataclass(frozen=True)
 class Metrics:
     """What is measured beside the task's own metrics. `fidelity`: next-token distributions beside FullKV's, along the
-    gold text and FullKV's own answer, `fidelity_tokens` of each at most.
+    gold text and FullKV's own answer (or one of them: `fidelity_streams`), `fidelity_tokens` of each at most.
     """
 
     fidelity: bool = False
     fidelity_tokens: int = 48
+    fidelity_streams: tuple[Stream, ...] = STREAMS
 
     def __post_init__(self) -> None:
         if self.fidelity_tokens < 1:
             raise ValueError(f"fidelity_tokens={self.fidelity_tokens} is not positive; give an integer of at least 1")
+        if not self.fidelity_streams:
+            raise ValueError(f"fidelity_streams=[] is empty; give [{', '.join(STREAMS)}] or one of them")
 
 
 def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:

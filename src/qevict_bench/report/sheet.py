@@ -10,6 +10,7 @@ from qevict_bench.closing import PAPER_MODELS
 from qevict_bench.report.entries import Entry
 from qevict_bench.report.groups import Group
 from qevict_bench.runs import Run
+from qevict_bench.settings import STREAMS
 from qevict_bench.tables import Cell, Missing, Number, Table
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -159,6 +160,8 @@ def command_of(run: Run) -> str:
     if isinstance(metrics, dict) and metrics.get("fidelity") and measured:
         parts += ["metrics.fidelity=true"]
         parts += [f"metrics.fidelity_tokens={n}" for n in [metrics.get("fidelity_tokens", 48)] if n != 48]
+        streams = metrics.get("fidelity_streams", STREAMS)
+        parts += [f"metrics.fidelity_streams=[{','.join(streams)}]"] if set(streams) != set(STREAMS) else []
     parts += [f"limit={config.get('limit')}", f"batch_size={row.batch_size}"]
     return "python run.py " + shlex.join(parts)
 
