@@ -226,11 +226,17 @@ def converse(
     ]
 
 
-def measure(loaded: Any, policy: FakePolicy, *args: Any, example_ids: Sequence[str], **options: Any) -> list[Any]:
+def measure(
+    loaded: Any,
+    policy: FakePolicy,
+    *args: Any,
+    example_ids: Sequence[str],
+    streams: Sequence[str],
+    **options: Any,
+) -> list[Any]:
     """The fidelity of FullKV is perfect, the others' depends on the example."""
-    return [
-        {"gold.kl": policy.strength * len(name) / 100, "gold.kl_first": 0.0, "gold.tokens": 4.0} for name in example_ids
-    ]
+    each = [{"kl": policy.strength * len(name) / 100, "kl_first": 0.0, "tokens": 4.0} for name in example_ids]
+    return [{f"{stream}.{key}": value for stream in streams for key, value in one.items()} for one in each]
 
 
 ENGINE = Engine(generate, converse, measure, lambda loaded: GEOMETRY, lambda: None)

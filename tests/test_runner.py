@@ -769,6 +769,17 @@ def test_fidelity_is_measured_where_it_is_asked_for(run: Callable[..., Summary],
     assert full.run_id != full.facts.reference_id
 
 
+def test_fidelity_along_one_text(run: Callable[..., Summary], tmp_path: Path) -> None:
+    both, gold = run(metrics__fidelity=True), run(metrics__fidelity=True, metrics__fidelity_streams=["gold"])
+    assert both.run_id != gold.run_id
+    same = run(metrics__fidelity=True, metrics__fidelity_streams=["full_kv", "gold"])
+    assert same.run_id == both.run_id
+    [row, *_] = rows_of(tmp_path / gold.run_id)
+    assert {name.split(".")[0] for name in row["fidelity"]} == {"gold"}
+    with pytest.raises(ValueError, match=r"metrics.fidelity_streams=\[\] is empty; give \[gold, full_kv\] or one"):
+        run(metrics__fidelity=True, metrics__fidelity_streams=[])
+
+
 def test_a_growing_cache_has_no_fidelity(run: Callable[..., Summary]) -> None:
     with pytest.raises(ValueError, match=r"metrics.fidelity=true: .*use protocol.mode=reset"):
         run(metrics__fidelity=True, protocol__name="multi_query", protocol__mode="continue")
