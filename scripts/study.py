@@ -33,6 +33,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
+from qevict_bench.figures import heatmaps, save  # noqa: E402
 from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.statistics import ALPHA, bootstraps, macro  # noqa: E402
@@ -198,12 +199,17 @@ def _of(cell: Cell, names: set[str]) -> Cell:
 
 
 def heatmap(study: Study, omegas: Sequence[int], shares: Sequence[float]) -> str:
-    """KL and score per family over Omega (lines) and q (columns)."""
+    """KL and score per family over Omega (lines) and q (columns); KL as a figure in the results folder too."""
     cells = {(o, q): study.cells(f"method.omega={o} method.q={q}") for o in omegas for q in shares}
     parts = []
     for name in (*study.families, ALL):
         lines = [[str(o), *(level(cells[o, q][name]) for q in shares)] for o in omegas]
         parts.append(f"{name} (KL; score)\n\n{grid(['Omega', *(f'q {q}' for q in shares)], lines)}")
+    panels = {x: [[mean_of(cells[o, q][x], kl) for q in shares] for o in omegas] for x in (*study.families, ALL)}
+    caption = f"KL(p_full || p_method) on the gold text, nats per token. {' '.join(study.common)}"
+    figure = heatmaps(panels, [str(o) for o in omegas], [str(q) for q in shares], ("q", "Omega"), caption)
+    where = "-".join(each.split("=")[1] for each in study.common[:3])
+    parts += [f"figure: {path}" for path in save(figure, study.results_dir, f"heatmap-{where}")]
     return "\n\n".join(parts)
 
 

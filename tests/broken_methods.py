@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from presets import qevict
 from torch import Tensor
 
 from methods.kivi import KIVI
 from methods.mikv import MiKV
 from methods.pyramidkv import PyramidKV
-from methods.qevict import QEvict
 from methods.snapkv import SnapKV
 from methods.zipcache import ZipCache
 from qevict_bench import accounting, attention, codecs
@@ -444,8 +444,8 @@ def never_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVSession, "_ask_probe", lambda self, step: None if step.phase == "decode" else real(self, step))
 
 
-SNAPKV, QEVICT, MEMORY, LOW = SnapKV(window=16), QEvict(), "allocated = accounted", "low-bit values"
-STATIC, GROUPED, RANDOM = QEvict(key_params="static"), QEvict(key_params="group:4"), QEvict(routing="random")
+SNAPKV, QEVICT, MEMORY, LOW = SnapKV(window=16), qevict(), "allocated = accounted", "low-bit values"
+STATIC, GROUPED, RANDOM = qevict(key_params="static"), qevict(key_params="group:4"), qevict(routing="random")
 KIVI2, KIVI4, MIKV, ZIP = KIVI(), KIVI(bits=4), MiKV(), ZipCache()
 BROKEN: dict[str, Broken] = {
     "position from stored count": Broken("masked dense", SNAPKV, position_from_stored_count, SNAPKV),

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from presets import qevict
 from tiny_models import AboveMean, RandomEviction, RandomTiers, decode_all, family, prompt, random_ids, watched
 
 from methods.full_kv import FullKV
-from methods.qevict import QEvict
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from qevict_bench.accounting import PlacementCost, usage
@@ -25,15 +25,15 @@ from qevict_bench.session import KVSession, geometry_of
 from qevict_bench.store import LayerStore
 
 METHODS: dict[str, KVPolicy] = {
-    "qevict": QEvict(),
-    "qevict_kv_head": QEvict(head_scope="kv_head", prefill_scores="all", decode_scores="every_step"),
-    "qevict_paper": QEvict(prefill_scores="all", fill=False, head_scope="layer", key_params="window"),
-    "qevict_group": QEvict(key_params="group:8"),
-    "qevict_static": QEvict(key_params="static", head_scope="kv_head"),
-    "qevict_window8": QEvict(key_params="window8"),
-    "qevict_host": QEvict(promotion="host"),
-    "qevict_none": QEvict(promotion="none"),
-    "qevict_k4v2": QEvict(key_bits=4, key_params="group:4"),
+    "qevict": qevict(),
+    "qevict_kv_head": qevict(head_scope="kv_head", prefill_scores="all", decode_scores="every_step"),
+    "qevict_paper": qevict(prefill_scores="all", fill=False, head_scope="layer", key_params="window"),
+    "qevict_group": qevict(key_params="group:8"),
+    "qevict_static": qevict(key_params="static", head_scope="kv_head"),
+    "qevict_window8": qevict(key_params="window8"),
+    "qevict_host": qevict(promotion="host"),
+    "qevict_none": qevict(promotion="none"),
+    "qevict_k4v2": qevict(key_bits=4, key_params="group:4"),
     "snapkv": SnapKV(),
     "snapkv_prompt": SnapKV(reselect_score="prompt", group_reduce="max"),
     "streaming_llm": StreamingLLM(),

@@ -16,12 +16,12 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from presets import qevict
 from script_modules import script
 from tiny_models import engine, random_ids
 
 import run as cli
 from methods.full_kv import FullKV
-from methods.qevict import QEvict
 from qevict_bench.agreement import score_agreement
 from qevict_bench.budget import Budget
 from qevict_bench.diagnosis import Plan, Run, Text, continued, layer_errors, loops, observe, observe_all
@@ -390,7 +390,7 @@ def test_oscillation_keeps_the_codes_of_every_full_unit(budget: str, head_scope:
     """A real store under the real budget: Full is replaced as a whole at every event, so all of it has codes."""
     ids = random_ids(512 + 64, 4)
     stream = Stream("a", (Part(tuple(ids[:512]), False), Part(tuple(ids[512:]), True)))
-    fitted = QEvict(head_scope=head_scope).fit(Budget(budget), geometry_of(engine()), 512, 64)
+    fitted = qevict(head_scope=head_scope).fit(Budget(budget), geometry_of(engine()), 512, 64)
     [record] = observe_streams(engine(), Oscillating(fitted, *protected_by(fitted)), Budget(budget), [stream], seed=0)
     history, sizes = record.history, record.sizes
     assert churn(history, with_quantized=False).value == 1
@@ -412,10 +412,10 @@ def test_observing_the_worst_case_takes_the_first_stream() -> None:
     spec = ModelSpec("tiny", "tiny", device="cpu")
     texts = [Text(str(seed), tuple(random_ids(160, seed))) for seed in range(3)]
     plan = Plan(spec, Budget("0.5"), texts, continued(engine(), texts, 16, 3), False, 2, 0)
-    found = dict(observe_all(plan, engine(), {"a": Run(QEvict()), "worst": Run(QEvict(), True)}, 1))
+    found = dict(observe_all(plan, engine(), {"a": Run(qevict()), "worst": Run(qevict(), True)}, 1))
     assert [len(found[name].streams) for name in found] == [3, 1]
     assert found["worst"].streams[0].stream == "0"
-    alone = observe(replace(plan, batch_size=1), engine(), Run(QEvict()))
+    alone = observe(replace(plan, batch_size=1), engine(), Run(qevict()))
     assert [one.scalars["fmm.mean"] for one in alone.streams] == pytest.approx(
         [one.scalars["fmm.mean"] for one in found["a"].streams], rel=1e-5
     )

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from presets import qevict
 from safetensors.torch import load_file, save_file
 from test_contract import greedy
 from tiny_models import KeepSuffix, RandomEviction, engine, family, random_ids, reference, sdpa_copy
 from torch import Tensor
 
 from methods.full_kv import FullKV
-from methods.qevict import QEvict
 from methods.random import Random
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
@@ -141,7 +141,7 @@ def test_full_kv_ends_with_its_end_of_text(tmp_path: Path, saved: list[tuple[str
 def test_full_kv_against_itself(protocol: Protocol, dtype: str, tmp_path: Path) -> None:
     """Bit for bit, also where rows of a batch differ in length; a method that has nothing to move is as exact."""
     loaded = ModelSpec("tiny", "tiny", dtype=dtype, device="cpu").load(attention.register())
-    for policy in (FullKV(), QEvict(recent=16), SnapKV(window=16)):
+    for policy in (FullKV(), qevict(recent=16), SnapKV(window=16)):
         for each in measured(tmp_path, policy, EVERYTHING, prompts_of(90, 161, 120), loaded=loaded, protocol=protocol):
             for stream, num in (("gold", each["gold.tokens"]), ("full_kv", each["full_kv.tokens"])):
                 expected = {"kl_first": 0, "kl": 0, "agreement_first": 1, "agreement": 1, "nll_change": 0}
@@ -173,7 +173,7 @@ class DirectRun:
 
 
 @pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC], ids=["aware", "agnostic"])
-@pytest.mark.parametrize("policy", [StreamingLLM(), SnapKV(window=16), QEvict(recent=16)], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [StreamingLLM(), SnapKV(window=16), qevict(recent=16)], ids=lambda p: p.name)
 def test_measures_equal_direct_ones(policy: KVPolicy, protocol: Protocol, tmp_path: Path) -> None:
     prompts = prompts_of(90, 161, 120)
     found = measured(tmp_path, policy, Budget("0.5"), prompts, protocol=protocol, streams=("gold",))
@@ -208,7 +208,7 @@ def test_measures_equal_direct_ones(policy: KVPolicy, protocol: Protocol, tmp_pa
     [
         (StreamingLLM(), Budget("0.4")),
         (SnapKV(window=16), Budget("0.4")),
-        (QEvict(recent=16), Budget("0.5")),
+        (qevict(recent=16), Budget("0.5")),
         (RandomEviction(), UNBOUNDED),
     ],
     ids=["streaming_llm", "snapkv", "qevict", "random"],
@@ -224,7 +224,7 @@ def test_a_row_is_what_it_is_alone(policy: KVPolicy, budget: Budget, protocol: P
 
 
 @pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC], ids=["aware", "agnostic"])
-@pytest.mark.parametrize("policy", [SnapKV(window=16), QEvict(recent=16), Random()], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [SnapKV(window=16), qevict(recent=16), Random()], ids=lambda p: p.name)
 def test_what_generation_has_read_is_not_read_again(
     policy: KVPolicy, protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +304,7 @@ def trained(smollm2: LoadedModel) -> Iterator[LoadedModel]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [StreamingLLM(), SnapKV(), QEvict()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [StreamingLLM(), SnapKV(), qevict()], ids=lambda policy: policy.name)
 def test_kl_falls_with_budget_on_a_trained_model(policy: KVPolicy, trained: LoadedModel, tmp_path: Path) -> None:
     prompter = Prompter(trained.tokenizer, trained.chat)
     lines = [f"The code of house {i} is {i * 7919 % 9973}." for i in range(40)]

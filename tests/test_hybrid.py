@@ -5,6 +5,7 @@ from __future__ import annotations
 import naive
 import pytest
 import torch
+from presets import qevict
 from tiny_models import attentions, engine, random_ids
 
 from methods.qevict import QEvict
@@ -39,8 +40,8 @@ def counts(session: KVSession, tier: int) -> torch.Tensor:
 def test_a_layers_best_windows_stay_whichever_head_they_are_of(spec: str, seed: int) -> None:
     """Without a safe share, no window of any head outranks one of a higher tier; evicted scores are those of a run that
     evicts nothing."""
-    session = after(QEvict(head_scope="kv_head", head_budgets="adaptive", alpha=0.0), spec, 400, seed)
-    whole = after(QEvict(head_scope="kv_head", head_budgets="adaptive", alpha=0.0), "1.0", 400, seed)
+    session = after(qevict(head_scope="kv_head", head_budgets="adaptive", alpha=0.0), spec, 400, seed)
+    whole = after(qevict(head_scope="kv_head", head_budgets="adaptive", alpha=0.0), "1.0", 400, seed)
     for index, layer in session.layers.items():
         view, all_of_it = layer.view(), whole.layers[index].view()
         score = dict(enumerate(all_of_it.columns["score"][0].tolist()))
@@ -63,11 +64,11 @@ def test_a_layers_best_windows_stay_whichever_head_they_are_of(spec: str, seed: 
 
 def test_heads_differ_but_for_their_safe_share() -> None:
     """At least floor(alpha n) full windows per head, n as in an equal division; what it rounds off goes to the best."""
-    equal = after(QEvict(head_scope="kv_head"), "0.2", 600, 3)
+    equal = after(qevict(head_scope="kv_head"), "0.2", 600, 3)
     num, spread = counts(equal, FULL), []
     assert len(num.unique()) == 1
     for alpha in (0.0, 0.5, 1.0):
-        session = after(QEvict(head_scope="kv_head", head_budgets="adaptive", alpha=alpha), "0.2", 600, 3)
+        session = after(qevict(head_scope="kv_head", head_budgets="adaptive", alpha=alpha), "0.2", 600, 3)
         found = counts(session, FULL)
         assert bool((found >= (alpha * num).floor()).all())
         assert bool((found.sum(1) - num.sum(1) < HEADS).all())
@@ -81,7 +82,7 @@ def test_heads_differ_but_for_their_safe_share() -> None:
 @pytest.mark.parametrize("head_scope", ["layer", "kv_head"])
 def test_the_worst_case_is_the_largest_mass_of_any_query_and_head(head_scope: str) -> None:
     prompt_len, decoded, window, sink, observation = 61, 8, 8, 5, 20
-    policy = QEvict(score="worst", head_scope=head_scope, observation=observation)
+    policy = qevict(score="worst", head_scope=head_scope, observation=observation)
     session = after(policy, "1.0", prompt_len, 3)
     ids = random_ids(prompt_len + decoded, 3)
     for token in ids[prompt_len:]:
@@ -112,4 +113,4 @@ def test_the_worst_case_is_the_largest_mass_of_any_query_and_head(head_scope: st
 )
 def test_mistakes(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        QEvict(**changes)  # type: ignore[arg-type]
+        qevict(**changes)  # type: ignore[arg-type]

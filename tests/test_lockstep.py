@@ -15,6 +15,7 @@ from typing import Any
 import naive
 import pytest
 import torch
+from presets import qevict
 from tiny_models import (
     AboveMean,
     KeepSuffix,
@@ -51,7 +52,7 @@ from qevict_bench.reference import full_kv_continuation
 from qevict_bench.session import KVSession, geometry_of
 
 UNBOUNDED, EVERYTHING = Budget("native"), Budget("1.0")
-QEVICT = QEvict(omega=4, window=4, sink=3, recent=6, observation=8)
+QEVICT = qevict(omega=4, window=4, sink=3, recent=6, observation=8)
 FORM = ((61, False), (21, True), (9, False), (14, True))  # a prompt, an answer, a question, an answer
 
 
@@ -405,7 +406,7 @@ class QuantizeRest(KeepSuffix):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return QEvict().tiers
+        return qevict().tiers
 
     def place(self, views: Sequence[LayerView], allowance: Allowance) -> list[Placement]:
         return [

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from presets import qevict
 from tiny_models import KeepSuffix
 
-from methods.qevict import QEvict
 from qevict_bench.diagnostics import NOT_YET, History, Layout
 from qevict_bench.measures import Answer, Curve, Measured, busiest, differences, mean_curve, measure, spread, spreads
 from qevict_bench.policy import EVICTED, FULL
@@ -151,7 +151,7 @@ def test_standing_of_scores() -> None:
     found = measure(record(**scores), Answer((), 0), 0).scalars
     assert found["score.prefill_share"] == pytest.approx((1.0 + 2.0) / (1.8 + 3.0 + 2.2))
     assert found["score.tokens_to_promote"] == pytest.approx((2.2 - 1.8) / ((0.5 + 0.3) / 2))
-    decayed = measure(record(**scores, policy=QEvict(decay=0.5)), Answer((), 0), 0).scalars
+    decayed = measure(record(**scores, policy=qevict(decay=0.5)), Answer((), 0), 0).scalars
     assert isnan(decayed["score.prefill_share"])
 
 

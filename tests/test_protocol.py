@@ -9,12 +9,12 @@ from pathlib import Path
 
 import fakes
 import pytest
+from presets import qevict
 from tiny_models import family, prompt, random_ids
 
 from methods.full_kv import FullKV
 from methods.h2o import H2O
 from methods.kivi import KIVI
-from methods.qevict import QEvict
 from methods.random import Random
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
@@ -32,7 +32,7 @@ from qevict_bench.task import Prompt, Prompter
 
 AGNOSTIC = Protocol("query_agnostic")
 BUDGET = Budget("0.75")
-METHODS = [SnapKV(window=4), StreamingLLM(), QEvict(recent=8, omega=4), KIVI(group=8, residual=8), H2O(), Random()]
+METHODS = [SnapKV(window=4), StreamingLLM(), qevict(recent=8, omega=4), KIVI(group=8, residual=8), H2O(), Random()]
 
 
 def asked(ids: Sequence[int], context: int, prefix: int = 0) -> Prompt:
@@ -245,7 +245,7 @@ def test_a_growing_cache_equals_one_long_sequence(kind: str) -> None:
 
 def test_a_growing_cache_goes_on_routing_and_counts_each_turn() -> None:
     questions = [random_ids(6, seed) for seed in (2, 3, 4)]
-    turns = talk([turns_of(random_ids(90, 1), questions, 20)], QEvict(), mode="continue", spec="0.6")[0]
+    turns = talk([turns_of(random_ids(90, 1), questions, 20)], qevict(), mode="continue", spec="0.6")[0]
     later = [turn.events for turn in turns[1:]]
     assert turns[0].events == 1 + 1 + 2  # context, question, two of 19 decoded tokens
     assert later == [1 + 2] * 2
@@ -257,9 +257,9 @@ GROWING = [
     *METHODS,
     TOVA(),
     ZipCache(gap=8),
-    QEvict(recent=8, omega=8, decode_scores="every_step", decay=0.8),
-    QEvict(recent=8, omega=8, decode_scores="last_step", aged_score="mean_candidate"),
-    QEvict(recent=8, omega=8, routing="random", head_scope="kv_head"),
+    qevict(recent=8, omega=8, decode_scores="every_step", decay=0.8),
+    qevict(recent=8, omega=8, decode_scores="last_step", aged_score="mean_candidate"),
+    qevict(recent=8, omega=8, routing="random", head_scope="kv_head"),
 ]
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from presets import qevict
 from tiny_models import attentions, engine, kept, prompt, random_ids, watched
 from torch import Tensor
 
@@ -53,7 +54,7 @@ def test_worked_example_with_honest_metadata() -> None:
     """Llama-3.1-8B, window 8, 100 MiB: 16-bit scale and zero per channel make M_q 0.258 M_f and K_q 271, not 534."""
     llama = Geometry(num_layers=32, num_kv_heads=8, group_size=4, head_dim=128, itemsize=2)
     like = torch.empty((0, 128), dtype=torch.bfloat16)
-    store = LayerStore(QEvict(), llama, 0, Rope(torch.nn.Identity(), [], []), like, 1, torch.Generator, Tensor)
+    store = LayerStore(qevict(), llama, 0, Rope(torch.nn.Identity(), [], []), like, 1, torch.Generator, Tensor)
     full, low = unit_bytes(store)
     table = store.table.unit_bytes
     payload_full, payload_low = full - table, low - table
@@ -76,7 +77,7 @@ def test_worked_example_with_honest_metadata() -> None:
 def test_scores_are_eq_1(decode_scores: str, prefill_scores: str, head_scope: str, decay: float) -> None:
     """Against per-position sums of transformers' eager attention, over 61 prompt tokens (odd chunks) and 16 decoded."""
     prompt_len, decoded, omega, window, sink, observation = 61, 16, 8, 8, 5, 20
-    policy = QEvict(
+    policy = qevict(
         prefill_scores=prefill_scores,
         decode_scores=decode_scores,
         head_scope=head_scope,
@@ -143,7 +144,7 @@ def test_quantized_windows_go_on_scoring(monkeypatch: pytest.MonkeyPatch) -> Non
     real = session_module.observe
     quantized: dict[int, float] = {}
     monkeypatch.setattr(session_module, "observe", spy)
-    session = session_of(QEvict(decode_scores="every_step"), "0.2", 256)
+    session = session_of(qevict(decode_scores="every_step"), "0.2", 256)
     session.prefill([random_ids(256, 3)])
     for step in range(20):
         session.decode([step + 1])
@@ -160,7 +161,7 @@ def test_replay_scores_the_interval_at_its_end() -> None:
     """Buffered queries, scored together at the event, give the same scores, moves and logits: two rows, one stops."""
     runs = []
     for decode_scores in ("every_step", "replay"):
-        session = session_of(QEvict(decode_scores=decode_scores), "0.3", 330, rows=2)
+        session = session_of(qevict(decode_scores=decode_scores), "0.3", 330, rows=2)
         session.prefill([random_ids(330, 3), random_ids(357, 4)])
         logits = []
         for step in range(32):
@@ -182,7 +183,7 @@ def test_replay_scores_the_interval_at_its_end() -> None:
 @pytest.mark.parametrize("decode_scores", ["replay", "last_step"])
 def test_a_question_cuts_an_interval_short(decode_scores: str) -> None:
     """3 decoded tokens, a question of 5, an interval of 8: which queries are scored, at fraction 1."""
-    session = session_of(QEvict(decode_scores=decode_scores, prefill_scores="all"), "1.0", 61)
+    session = session_of(qevict(decode_scores=decode_scores, prefill_scores="all"), "1.0", 61)
     ids = random_ids(77, 3)
     session.prefill([ids[:61]])
     for token in ids[61:64]:
@@ -338,7 +339,7 @@ def test_routing_is_algorithm_1(
 ) -> None:
     """Random scores with ties, events after random numbers of tokens, on a real store with exact bytes."""
     window, sink, recent = shape
-    policy = QEvict(window=window, sink=sink, recent=recent, q=q, fill=fill, promotion=promotion)
+    policy = qevict(window=window, sink=sink, recent=recent, q=q, fill=fill, promotion=promotion)
     driver = Driver(policy, length)
     for i, (new, seed) in enumerate([(0, 1), *steps]):
         if new:
@@ -349,7 +350,7 @@ def test_routing_is_algorithm_1(
 
 @pytest.mark.parametrize("params", [{"prefill_scores": "all"}, {"window": 5, "sink": 3}, {"head_scope": "kv_head"}])
 def test_protected_units_stay_and_evicted_ones_never_return(params: dict[str, Any]) -> None:
-    policy = QEvict(**params)
+    policy = qevict(**params)
     session = session_of(policy, "0.3", 257, max_new=120)
     session.prefill([random_ids(257, 5)])
     fitted = session.policy
@@ -414,7 +415,7 @@ def full_keys(store: LayerStore, window: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("promotion", ["dequantize", "host"])
 def test_codes_outlive_promotion(key_params: str, promotion: str) -> None:
     """demote, promote, demote: the same codes and parameters, whatever the neighbours do; `host` restores every bit."""
-    store = store_of(QEvict(key_params=key_params, promotion=promotion), 101)
+    store = store_of(qevict(key_params=key_params, promotion=promotion), 101)
     exact = {w: full_keys(store, w) for w in (5, 13, 21, 29, 37)}
     place(store, dict.fromkeys((5, 13, 21, 29), LOW))
     codes = {(w, h): entry(store, w, h) for w in (5, 13, 21, 29) for h in range(HEADS)}
@@ -441,14 +442,14 @@ def test_codes_outlive_promotion(key_params: str, promotion: str) -> None:
 
 
 def test_promotion_none_refuses_a_reconstruction() -> None:
-    store = store_of(QEvict(promotion="none"), 101)
+    store = store_of(qevict(promotion="none"), 101)
     place(store, {13: LOW})
     with pytest.raises(ValueError, match="promotion=none"):
         place(store, {13: FULL})
 
 
 def test_host_copies_are_billed_to_the_host() -> None:
-    store = store_of(QEvict(promotion="host"), 101)
+    store = store_of(qevict(promotion="host"), 101)
     place(store, {13: LOW, 21: LOW})
     window = 8 * HEADS * store.geometry.slot_bytes
     assert usage(store, 0).host == 2 * window
@@ -457,7 +458,7 @@ def test_host_copies_are_billed_to_the_host() -> None:
 
 
 def test_a_promoted_window_costs_both_tiers() -> None:
-    store = store_of(QEvict(), 101)
+    store = store_of(qevict(), 101)
     full, low = unit_bytes(store)
     table = store.table.unit_bytes
     place(store, {5: FULL})
@@ -512,14 +513,14 @@ def run(policy: QEvict, spec: str, length: int = 512, new: int = 20) -> Generati
 def test_a_quantized_window_must_be_smaller(fields: dict[str, Any]) -> None:
     """Two 16-bit parameters per channel outweigh what few tokens save; as two tiers (q = 0) the window is fine."""
     with pytest.raises(ValueError, match="larger window"):
-        QEvict(**fields)
-    assert QEvict(q=0.0, **fields).window == fields["window"]
+        qevict(**fields)
+    assert qevict(q=0.0, **fields).window == fields["window"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_fits_and_spends_its_budget(variant: str) -> None:
     for spec in ("0.2", "0.4") if variant == "window=32" else ("0.1", "0.2", "0.4"):
-        made = run(QEvict(**VARIANTS[variant]), spec)
+        made = run(qevict(**VARIANTS[variant]), spec)
         assert len(made.new_ids) == 20
         assert made.matched
         assert made.fractions["peak"] <= float(spec)
@@ -532,7 +533,7 @@ def test_every_variant_fits_and_spends_its_budget(variant: str) -> None:
 
 def test_literal_eq_3_may_leave_bytes_unspent() -> None:
     """fill=false: at 40 % everything fits the quantized tier long before its bytes are used, so it is no match."""
-    literal, filled = (run(QEvict(fill=fill, key_params="static"), "0.4") for fill in (False, True))
+    literal, filled = (run(qevict(fill=fill, key_params="static"), "0.4") for fill in (False, True))
     assert literal.fractions["mean"] < filled.fractions["mean"]
     assert filled.matched
     assert not literal.matched
@@ -541,7 +542,7 @@ def test_literal_eq_3_may_leave_bytes_unspent() -> None:
 @pytest.mark.parametrize("aged_score", ["accumulated", "zero", "mean_candidate"])
 def test_scores_of_windows_that_age(aged_score: str) -> None:
     """What a window brings into its first competition: its own score, nothing, or the mean of the known candidates."""
-    policy = QEvict(aged_score=aged_score, fill=False)
+    policy = qevict(aged_score=aged_score, fill=False)
     store = store_of(policy, 101)
 
     def event(scores: dict[int, float]) -> dict[int, float]:
@@ -595,7 +596,7 @@ def test_routed_once_by_hand() -> None:
     8 tokens later window 69 has aged and enters with the mean of the known, (8 + 7 + 6 + 5) / 4 = 6.5: it goes between
     13 and 21, and 29 has to leave. Full precision is for windows that still have it: 5 and 69.
     """
-    policy = QEvict(q=0.5, fill=False, routing="once", aged_score="mean_candidate")
+    policy = qevict(q=0.5, fill=False, routing="once", aged_score="mean_candidate")
     store = store_of(policy, 101)
     assert [int(n) for n in unit_bytes(store)] == [3082, 778]
     tiers, moves = one_event(store, policy, 2, {w: 8.0 - i for i, w in enumerate(WINDOWS)})
@@ -620,7 +621,7 @@ def test_routed_once_by_hand() -> None:
 def test_routed_once_and_enforced_for_the_prompt_alone_is_one_decision() -> None:
     """Nothing moves while decoding, nor when a question is appended; no query but the prompt's is looked at."""
     budget = Budget("0.3", enforce="prefill")
-    fitted = QEvict(routing="once").fit(budget, geometry_of(engine()), 257, 40)
+    fitted = qevict(routing="once").fit(budget, geometry_of(engine()), 257, 40)
     policy, calls, _ = watched(fitted)
     session = KVSession(engine(), policy, budget, 1, max_new=40)
     session.prefill([random_ids(257, 5)])
@@ -641,7 +642,7 @@ def test_routed_once_and_enforced_for_the_prompt_alone_is_one_decision() -> None
 
 
 def test_routed_once_still_holds_the_budget() -> None:
-    made = run(QEvict(routing="once", aged_score="mean_candidate"), "0.2", new=60)
+    made = run(qevict(routing="once", aged_score="mean_candidate"), "0.2", new=60)
     assert made.fractions["peak"] <= 0.2
     assert made.promotions == 0
     assert made.events == 1 + 60 // 8
@@ -650,7 +651,7 @@ def test_routed_once_still_holds_the_budget() -> None:
 
 def test_random_routing_by_hand() -> None:
     """The best are those with the highest draws of the row's generator, in the order of live units; drawn anew."""
-    policy = QEvict(q=0.5, fill=False, routing="random")
+    policy = qevict(q=0.5, fill=False, routing="random")
     store = store_of(policy, 101)
     generator, twin = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
     store.rng = lambda row: generator
@@ -666,7 +667,7 @@ def test_random_routing_by_hand() -> None:
 
 
 def test_random_routing_looks_at_no_attention() -> None:
-    policy, calls, _ = watched(QEvict(routing="random").fit(Budget("0.4"), geometry_of(engine()), 400, 40))
+    policy, calls, _ = watched(qevict(routing="random").fit(Budget("0.4"), geometry_of(engine()), 400, 40))
     session = KVSession(engine(), policy, Budget("0.4"), 1, max_new=40)
     session.prefill([random_ids(400, 5)])
     for token in random_ids(40, 6):
@@ -675,7 +676,7 @@ def test_random_routing_looks_at_no_attention() -> None:
     assert session.trace[0].promotions > 0
 
 
-NO_EVICTION = QEvict(evict=False, key_params="static")
+NO_EVICTION = qevict(evict=False, key_params="static")
 
 
 def test_without_eviction_the_bytes_beside_int2_are_full_precision() -> None:
@@ -732,7 +733,7 @@ def test_infeasible_without_eviction_names_the_nearest_fraction() -> None:
 
 def test_shared_parameters_cannot_be_bounded_without_eviction() -> None:
     with pytest.raises(ValueError, match="cannot bound what group:N costs"):
-        QEvict(evict=False, key_params="group:8")
+        qevict(evict=False, key_params="group:8")
 
 
 # ---- scripts/promotion_mass.py ----
@@ -747,7 +748,7 @@ def test_promotion_mass_is_full_kv_attention(capsys: pytest.CaptureFixture[str])
     before = list(sys.path)
     spec.loader.exec_module(script)
     sys.path[:] = before
-    policy = QEvict()
+    policy = qevict()
     moves = script.measure(engine(), policy, Budget("0.3"), random_ids(340, 3), 300)
     assert {move.kind for move in moves} == {"promoted", "aged", "displaced"}
     assert {move.seen for move in moves} <= set(range(308, 340, 8))

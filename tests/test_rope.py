@@ -8,6 +8,7 @@ from typing import Any
 import naive
 import pytest
 import torch
+from presets import qevict
 from tiny_models import BASE, KINDS, family, random_ids
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -15,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
 
 from methods.full_kv import FullKV
-from methods.qevict import QEvict
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from qevict_bench.budget import Budget
@@ -163,10 +163,10 @@ def decode(kind: str, policy: KVPolicy, spec: str) -> KVSession:
 
 @pytest.mark.parametrize("kind", ["llama_dynamic", "phi3_long"])
 def test_position_dependent_tables_are_refused_where_they_are_needed(kind: str) -> None:
-    for policy in (QEvict(recent=8, sink=4), StreamingLLM(position="compact")):
+    for policy in (qevict(recent=8, sink=4), StreamingLLM(position="compact")):
         with pytest.raises(ValueError, match=r"cannot be un-rotated; use a method without a pre-RoPE tier"):
             decode(kind, policy, "0.3")
     for policy in (SnapKV(window=8, recent=8), StreamingLLM(position="absolute")):
         assert decode(kind, policy, "0.3").trace[0].evictions
-    for policy in (FullKV(), QEvict(recent=8), StreamingLLM(position="compact")):
+    for policy in (FullKV(), qevict(recent=8), StreamingLLM(position="compact")):
         assert decode(kind, policy, "1.0").trace[0].evictions == 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from presets import qevict
 from tiny_models import (
     AboveMean,
     RandomEviction,
@@ -22,7 +23,6 @@ from tiny_models import (
 from torch import Tensor
 
 from methods.full_kv import FullKV
-from methods.qevict import QEvict
 from methods.snapkv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from qevict_bench.budget import Budget
@@ -34,13 +34,13 @@ from qevict_bench.protocol import Protocol
 from qevict_bench.session import KVSession, geometry_of
 
 EVERYTHING, UNBOUNDED = Budget("1.0"), Budget("native")
-PAPER = QEvict(prefill_scores="all", fill=False, head_scope="layer", decode_scores="every_step")
+PAPER = qevict(prefill_scores="all", fill=False, head_scope="layer", decode_scores="every_step")
 METHODS: dict[str, KVPolicy] = {
-    "qevict": QEvict(recent=16),
+    "qevict": qevict(recent=16),
     "qevict_paper": replace(PAPER, recent=16),
-    "qevict_every_step": QEvict(recent=16, decode_scores="every_step", head_scope="kv_head"),
-    "qevict_static": QEvict(recent=16, key_params="static"),
-    "qevict_group": QEvict(recent=16, key_params="group:4", promotion="host"),
+    "qevict_every_step": qevict(recent=16, decode_scores="every_step", head_scope="kv_head"),
+    "qevict_static": qevict(recent=16, key_params="static"),
+    "qevict_group": qevict(recent=16, key_params="group:4", promotion="host"),
     "snapkv": SnapKV(window=16),
     "snapkv_prompt": SnapKV(window=16, reselect_score="prompt", group_reduce="max", pooling="avg"),
     "streaming_llm": StreamingLLM(),
@@ -375,7 +375,7 @@ def stored(session: KVSession) -> list[Tensor]:
 @pytest.mark.parametrize("scores", ["every_step", "replay"])
 def test_questions_after_an_unfinished_interval(scores: str) -> None:
     """A second question may come when an interval of decoded tokens has just begun: every query is scored once."""
-    policy = QEvict(recent=8, decode_scores=scores, prefill_scores="all", omega=8)
+    policy = qevict(recent=8, decode_scores=scores, prefill_scores="all", omega=8)
     session = KVSession(family("llama"), policy, EVERYTHING, 1)
     ids, question = random_ids(64, 1), random_ids(5, 3)
     session.prefill([ids])

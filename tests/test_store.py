@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import naive
 import pytest
 import torch
+from presets import qevict
 from tiny_models import (
     AboveMean,
     Event,
@@ -208,9 +209,9 @@ def test_relative_parameters_equal_a_dense_run(bits: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [
-        (QEvict(recent=8, prefill_scores="all"), "0.4"),
-        (QEvict(recent=8, key_params="group:4", head_scope="kv_head", omega=4), "0.25"),
-        (QEvict(recent=8, promotion="host", fill=False, prefill_scores="all"), "0.4"),
+        (qevict(recent=8, prefill_scores="all"), "0.4"),
+        (qevict(recent=8, key_params="group:4", head_scope="kv_head", omega=4), "0.25"),
+        (qevict(recent=8, promotion="host", fill=False, prefill_scores="all"), "0.4"),
     ],
     ids=["layer", "kv_head", "host"],
 )

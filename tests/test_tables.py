@@ -277,3 +277,20 @@ def test_the_best_of_the_trials_is_in_bold(monkeypatch: pytest.MonkeyPatch) -> N
     text = study.trials_table(made, {"snapkv": ["", "method.window=16"], "h2o": [""]})
     settings = [line.split(" | ")[1] for line in text.splitlines()[2:]]
     assert settings == ["as it is", "**window=16**", "**as it is**"]
+
+
+def test_the_heatmap_is_a_table_and_a_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    study = script("study")
+
+    def cells(self: object, change: str) -> dict[str, object]:
+        omega, q = (float(part.split("=")[1]) for part in change.split())
+        cell = study.Cell({} if omega == 32 else {"a": study_row("a", "x", omega + q, 0.5)}, "infeasible")
+        return {"one": cell, "all": cell}
+
+    monkeypatch.setattr(study.Study, "cells", cells)
+    common = ("model=tiny", "budget=0.1", "split=dev")
+    made = study.Study(common, tmp_path, {}, {"one": study.Family("needles", ("x",))})
+    text = study.heatmap(made, [1, 32], [0, 0.5])
+    assert "| 1 | 1.000; 50 (n = 1) | 1.500; 50 (n = 1) |" in text
+    assert "| 32 | infeasible | infeasible |" in text
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"heatmap-tiny-0.1-dev.{x}" for x in ("pdf", "png")]

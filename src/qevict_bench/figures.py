@@ -19,7 +19,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MultipleLocator
 
 WIDTH = 3.35  # inches
@@ -233,6 +233,36 @@ def ledger(runs: Mapping[str, Ledger], worst: Ledger | None, caption: str) -> Fi
         share.set_xlabel("decoded tokens")
         against.set_xlabel("churn of Full")
         against.set_xlim(left=-0.02)
+    return figure
+
+
+def heatmaps(
+    panels: Mapping[str, Sequence[Sequence[float | None]]],
+    lines: Sequence[str],
+    columns: Sequence[str],
+    labels: tuple[str, str],
+    caption: str,
+) -> Figure:
+    """A panel per family, value[line][column], light where it is low in its panel; None is hatched."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _panels(len(panels), 0.35 + 0.2 * len(lines), caption)
+        for ax, (name, table) in zip(axes, panels.items(), strict=True):
+            known = [value for line in table for value in line if value is not None]
+            low, high = min(known, default=0.0), max(known, default=0.0)
+            for y, line in enumerate(table):
+                for x, value in enumerate(line):
+                    deep = 0.0 if value is None or high == low else (value - low) / (high - low)
+                    color = "#FFFFFF" if value is None else matplotlib.colormaps["cividis_r"](deep)
+                    hatch = "////" if value is None else None
+                    ax.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="#BBBBBB", lw=0.4, hatch=hatch))
+                    if value is not None:
+                        ink = "white" if deep > 0.5 else "black"
+                        ax.text(x + 0.5, y + 0.5, f"{value:.2f}", color=ink, ha="center", va="center", fontsize=5.5)
+            ax.set(xlim=(0, len(columns)), ylim=(len(lines), 0), title=name)
+            ax.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+            ax.set_yticks([y + 0.5 for y in range(len(lines))], lines)
+            ax.tick_params(length=0)
+        _label_outside(axes, *labels)
     return figure
 
 
