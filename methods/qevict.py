@@ -49,13 +49,13 @@ class QEvict(KVPolicy):
     publishes_size: ClassVar[bool] = False
     columns: ClassVar[tuple[str, ...]] = ("score",)
     omega: int = 8
-    window: int = 8
+    window: int = 16
     sink: int = 5
     recent: int = 32
-    q: float = 0.7
+    q: float = 0.9
     key_bits: int = 2
     value_bits: int = 2
-    key_params: str = "window"
+    key_params: str = "window8"
     prefill_scores: str = "observation"
     observation: int = 32
     head_scope: str = "layer"

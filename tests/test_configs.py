@@ -31,15 +31,34 @@ def composed(*overrides: str) -> DictConfig:
     return compose("run", overrides=list(overrides))
 
 
-@pytest.mark.parametrize(("method", "task", "model"), list(product(*map(options, ("method", "task", "model")))))
-def test_every_method_task_and_model_compose(method: str, task: str, model: str) -> None:
-    cfg = composed(f"method={method}", f"task={task}", f"model={model}")
-    name, policy = runner._method(cfg.method, "method.")
+@pytest.mark.parametrize("method", options("method"))
+def test_every_method_composes(method: str) -> None:
+    name, policy = runner._method(composed(f"method={method}").method, "method.")
     assert name == method
     assert isinstance(policy, KVPolicy)
+
+
+@pytest.mark.parametrize(("task", "model"), list(product(options("task"), options("model"))))
+def test_every_task_and_model_compose(task: str, model: str) -> None:
+    cfg = composed(f"task={task}", f"model={model}")
     assert isinstance(runner._build(cfg.task, "task."), Task)
     assert runner._build(cfg.model, "model.").name in (model, "")
     OmegaConf.to_yaml(cfg, resolve=True)
+
+
+STUDY = OmegaConf.to_container(OmegaConf.load(CONFIGS / "study.yaml"))
+CHANGES = [each for part in ("points", "trials") for settings in STUDY[part].values() for each in settings]  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize("change", sorted(set(CHANGES)))
+def test_every_change_of_the_study_is_a_policy(change: str) -> None:
+    overrides = change.split() if "method=" in change.split(" ")[0] else ["method=qevict", *change.split()]
+    assert isinstance(runner._method(composed(*overrides).method, "method.")[1], KVPolicy)
+
+
+@pytest.mark.parametrize("run", STUDY["runs"].values())  # type: ignore[index,call-overload]
+def test_every_task_of_the_study_composes(run: str) -> None:
+    assert isinstance(runner._build(composed(*run.split()).task, "task."), Task)
 
 
 @pytest.mark.parametrize("group", ["method", "protocol", "profile"])
