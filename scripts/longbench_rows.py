@@ -31,6 +31,8 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=0, help="least words of a row")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if min(args.limit, args.words) < 0:
+        parser.error(f"--limit {args.limit} --words {args.words}: give 0 or more")
     try:
         questions = json.loads(args.file.read_text(encoding="utf-8"))
         made = list(rows(questions, args.words, args.seed))[: args.limit or None]
