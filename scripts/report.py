@@ -36,6 +36,7 @@ from qevict_bench.runs import Run, one_line, read_folders  # noqa: E402
 from qevict_bench.settings import build  # noqa: E402
 from qevict_bench.task import Task  # noqa: E402
 from qevict_bench.terminal import allow_any_sign  # noqa: E402
+from tasks.longbench.structure import BUCKETS, GROUPS, PRESETS  # noqa: E402
 from tasks.ruler.structure import SUBSETS  # noqa: E402
 
 FAMILIES: Mapping[str, Mapping[str, Sequence[str]]] = {
@@ -44,7 +45,11 @@ FAMILIES: Mapping[str, Mapping[str, Sequence[str]]] = {
         "multi-hop tracing": ("vt",),
         "aggregation": ("cwe", "fwe"),
         "QA": ("qa_1", "qa_2"),
-    }
+    },
+    "longbench": {
+        **GROUPS,
+        **{bucket: tuple(name for name in PRESETS["longbench_e"] if name.endswith(bucket)) for bucket in BUCKETS},
+    },
 }
 """Means that stand beside the subsets, by task."""
 

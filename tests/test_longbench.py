@@ -23,7 +23,7 @@ from qevict_bench.protocol import Protocol
 from qevict_bench.task import Ending, Example, Prompter
 from tasks.longbench import LongBench, fixture
 from tasks.longbench.cut import fitted
-from tasks.longbench.structure import BUCKETS, DATASETS, PRESETS
+from tasks.longbench.structure import BUCKETS, DATASETS, GROUPS, PRESETS
 
 _GOLDEN = Path(__file__).parent / "golden" / "longbench_prompts.json"
 _PLAIN = Prompter(merging_tokenizer(chat=False), chat=False)
@@ -51,6 +51,11 @@ def test_presets() -> None:
         "passage_retrieval_en lcc repobench-p"
     )
     assert PRESETS["longbench_e"] == tuple(f"{name}_e/{bucket}" for name in in_e.split() for bucket in BUCKETS)
+
+
+def test_groups_share_out_all_datasets() -> None:
+    assert [name for members in GROUPS.values() for name in members] == list(DATASETS)
+    assert [len(members) for members in GROUPS.values()] == [3, 3, 3, 3, 2, 2]
 
 
 def test_subsets_replace_the_preset_and_a_dataset_of_longbench_e_is_its_three_ranges() -> None:
@@ -151,6 +156,14 @@ def test_the_official_metric_is_the_score_and_another_stands_beside_it() -> None
     assert names["trec"] == ["classification"]
     assert names["lcc"] == names["repobench-p"] == ["code_sim", "code_sim_levenshtein"]
     assert (names["passage_count"], names["passage_retrieval_en"]) == (["count"], ["retrieval"])
+
+
+def test_a_stored_prediction_is_scored_again_without_its_classes() -> None:
+    [example] = [example for example in made(1) if example.subset == "trec"]
+    stored = dataclasses.replace(example, classes=())
+    both = f"{example.answers[0]} or {next(name for name in example.classes if name != example.answers[0])}"
+    for text, score in ((example.answers[0], 1.0), (both, 0.5), ("none", 0.0)):
+        assert _ALL.score(text, stored) == _ALL.score(text, example) == score
 
 
 def test_only_the_first_line_of_few_shot_answers_is_scored() -> None:
@@ -285,6 +298,16 @@ def test_without_max_length_prompts_are_cut_to_what_the_model_takes(make: Any, c
             assert prompt.truncated_tokens > 0
     unbound = Prompter(tokenizer, chat)
     assert not any(x.truncated_tokens for x in LongBench().examples(unbound, 1, 0, "test"))
+
+
+def test_max_length_does_not_exceed_what_the_model_takes() -> None:
+    tokenizer = merging_tokenizer(chat=False)
+    unbound, bound = Prompter(tokenizer, False), Prompter(tokenizer, False, max_tokens=700)
+    for example in made(1):
+        assert fitted(example, bound, 10**6) == fitted(example, bound, 0)
+        assert fitted(example, bound, 150) == fitted(example, unbound, 150)
+        most = bound.count(fitted(example, bound, 690)) + example.max_new_tokens
+        assert most <= 700
 
 
 def test_a_model_that_not_even_the_template_fits_leaves_prompts_whole() -> None:

@@ -53,6 +53,12 @@ def test_rouge_l(prediction: str, reference: str, official: float, other: float)
     assert metrics.rouge_l(prediction, ["dog", reference]) == pytest.approx(official, abs=1e-10)
 
 
+def test_the_other_rouge_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    assert metrics.rouge_score_l("said once", ["said twice"]) == 0.5
+    assert not caplog.records
+
+
 def numbered_words(count: int) -> str:
     return " ".join(f"w{i}" for i in range(count))
 

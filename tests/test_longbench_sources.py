@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -97,7 +98,7 @@ def test_items_of_one_context_are_one_group(tmp_path: Path) -> None:
 
 
 def test_ranges_of_longbench_e(tmp_path: Path) -> None:
-    lengths = [0, 3999, 4000, 7999, 8000, 50_000]
+    lengths = [0, 3999, 4000, 7999, 8000, 10**30]
     rows = [{**row, "length": n} for row, n in zip(official_rows("trec", 6), lengths, strict=True)]
     write(tmp_path / "trec_e.jsonl", rows)
     ids = [example.id for example in made(local(tmp_path, "trec_e"))]
@@ -123,6 +124,34 @@ def test_the_fingerprint_follows_the_data_and_the_wording(tmp_path: Path) -> Non
     write(tmp_path / "c" / "hotpotqa.jsonl", rows)
     pack(tmp_path / "c", tmp_path / "d" / "data.zip")
     assert before == local(tmp_path / "c", "hotpotqa").fingerprint() == local(tmp_path / "d", "hotpotqa").fingerprint()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf\n"])
+def test_a_file_without_rows_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "trec.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"trec\.jsonl has no rows; fetch the data anew with `hf download"):
+        local(tmp_path, "trec").fingerprint()
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    long = "x" * 300
+    for task, field in (
+        (local(Path(long), "trec"), "data_dir"),
+        (LongBench(prompts_dir=long), "prompts_dir"),
+        (from_hub(long, "trec"), "hub_id"),
+    ):
+        with pytest.raises(ValueError, match=f"^{field}='{long}'"):
+            task.fingerprint()
+
+
+def test_classes_of_stored_predictions_come_from_the_data(tmp_path: Path) -> None:
+    rows = official_rows("trec")
+    write(tmp_path / "trec.jsonl", [{**rows[0], "all_classes": None}, *rows[1:]])
+    example = dataclasses.replace(made(local(tmp_path, "trec"))[1], classes=())
+    assert local(tmp_path, "trec").score(example.answers[0], example) == 1.0
+    write(tmp_path / "trec.jsonl", [{**rows[0], "all_classes": None}])
+    with pytest.raises(ValueError, match="no row of trec has classes"):
+        local(tmp_path, "trec").score(example.answers[0], example)
 
 
 def test_missing_files_are_named_with_the_command(tmp_path: Path) -> None:
@@ -192,6 +221,15 @@ def test_every_bad_line_is_named_and_the_rest_is_there(tmp_path: Path, caplog: p
     made(task)
     assert len(caplog.records) == len(problems), "once is enough"
     assert all(example.context and example.answers for example in examples if not example.problem)
+
+
+def test_a_huge_first_line_behind_a_byte_order_mark_is_one_line(tmp_path: Path) -> None:
+    huge = b"\xef\xbb\xbf" + b"x" * files._LONGEST
+    good = json.dumps(official_rows("hotpotqa")[0]).encode()
+    (tmp_path / "hotpotqa.jsonl").write_bytes(huge + b"\n" + good)
+    found = list(files.rows(tmp_path, "hotpotqa"))
+    assert [each.where[-6:] for each in found] == ["line 1", "line 2"]
+    assert (found[0].problem, found[1].problem) == ("the line is longer than 16 MiB", "")
 
 
 def test_a_run_goes_on_and_its_rows_name_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +415,15 @@ def test_a_set_in_kvpress_columns(tmp_path: Path, no_network: Path) -> None:
         from_hub("Xnhyacinth/LongBench", "trec", prompts_dir="x").fingerprint()
 
 
+def test_the_fingerprint_of_a_set_follows_lengths_and_ids(tmp_path: Path) -> None:
+    found = set()
+    for number, change in enumerate(({}, {"length": 7}, {"_id": "7"})):
+        rows = kvpress_rows("trec")
+        folder = hub_sets.write(tmp_path / str(number), {"trec": {"test": [{**rows[0], **change}, *rows[1:]]}})
+        found.add(from_hub(folder, "trec").fingerprint())
+    assert len(found) == 3
+
+
 def test_a_local_copy_of_such_a_set(tmp_path: Path) -> None:
     folder = parquet_set(tmp_path / "copy")
     task = from_hub(folder, "trec")
@@ -472,3 +519,14 @@ def test_the_100_questions(tmp_path: Path) -> None:
     assert len(examples) == 100
     assert not any(example.problem for example in examples)
     assert {task.score(example.answers[0], example) for example in examples} == {1.0}
+
+
+@pytest.mark.parametrize(("option", "value"), [("--limit", "-1"), ("--words", "-5")])
+def test_a_count_below_0_is_refused(
+    option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["longbench_rows.py", "x.json", "--out", str(tmp_path), f"{option}={value}"])
+    with pytest.raises(SystemExit, match="2"):
+        script("longbench_rows").main()
+    assert f"{option} {value}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -379,6 +379,18 @@ def test_alarms_name_the_runs(report: Report, tmp_path: Path) -> None:
     assert "vt 20 of 20, FullKV 0 of 20: snapkv at 0.2" in text
 
 
+def test_longbench_has_means_of_its_groups(report: Report, tmp_path: Path) -> None:
+    config = {"task": {"_target_": "tasks.longbench.LongBench"}}
+    scores = {"hotpotqa": ONES, "musique": HALF, "lcc": ZEROS}
+    full(tmp_path, scores, task="longbench", config=config)
+    add(tmp_path, "snapkv", {**scores, "musique": ZEROS}, task="longbench", config=config)
+    assert report()[0] == 0
+    [row] = [row for row in table(tmp_path, "_runs") if row["method"] == "snapkv"]
+    assert (row["multi-doc QA (2)"], row["score"]) == ("50.0", "33.3")
+    families = script("report").FAMILIES["longbench"]
+    assert [len(members) for members in families.values()] == [3, 3, 3, 3, 2, 2, 13, 13, 13]
+
+
 # ---- scoring again ----
 
 

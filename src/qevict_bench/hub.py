@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -86,7 +87,7 @@ def _read(hub_id: str, known: str, read: Callable[[str], T]) -> T:
                 f"fetch it anew with {command} and set task.hub_id=DIR"
             ) from error
 
-    if Path(hub_id).is_dir():
+    if os.path.isdir(hub_id):
         return found(str(Path(hub_id).resolve()))  # some relative paths are names to load_dataset
     with suppress(*_HUB_ERRORS):
         return found(snapshot_download(hub_id, repo_type="dataset", local_files_only=True))
@@ -127,7 +128,7 @@ def _in_time(ask: Callable[[], T]) -> T:
 
 def _name(hub_id: str, known: str) -> str:
     """What to fetch: `known` where `hub_id` is, or can only be, a path."""
-    return hub_id if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", hub_id) and not Path(hub_id).is_dir() else known
+    return hub_id if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", hub_id) and not os.path.isdir(hub_id) else known
 
 
 def _reason(error: BaseException) -> str:

@@ -17,10 +17,12 @@ from threading import Thread
 from rapidfuzz import fuzz
 from rouge import Rouge
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"\d+")
+_ROUGE_SCORE = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))  # unnamed, it logs a line a call
 _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
@@ -130,7 +132,7 @@ def _rouge_l(prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=64)
 def _rouge_score_l(prediction: str, reference: str) -> float:
-    return float(RougeScorer(["rougeL"]).score(reference, prediction)["rougeL"].fmeasure)
+    return float(_ROUGE_SCORE.score(reference, prediction)["rougeL"].fmeasure)
 
 
 def _classification(prediction: str, reference: str, classes: Sequence[str]) -> float:

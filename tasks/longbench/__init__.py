@@ -63,7 +63,7 @@ class LongBench(Task):
     prompts_dir: str = ""
     """A checkout of https://github.com/THUDM/LongBench, for the official wording."""
     max_length: int = 0
-    """Tokens of the bare prompt, without template and answer; 0 = as many as the model can take."""
+    """Most tokens of the bare prompt, without template and answer; 0 = as many as the model can take, never more."""
 
     def __post_init__(self) -> None:
         if self.source not in NEEDS:
@@ -133,8 +133,16 @@ class LongBench(Task):
         dataset = DATASETS[parts(example.subset)[0]]
         text = metrics.first_line(prediction) if dataset.first_line else prediction
         if dataset.metric == "classification":
-            return {"classification": metrics.classification(text, example.answers, example.classes)}
+            classes = example.classes or self._classes(example.subset)
+            return {"classification": metrics.classification(text, example.answers, classes)}
         return {metric.__name__: metric(text, example.answers) for metric in _METRICS[dataset.metric]}
+
+    def _classes(self, subset: str) -> tuple[str, ...]:
+        """Those of the data, for a stored prediction that is scored again. Raises ValueError if they are missing."""
+        items = self._prompts.source.items(subset, 0, "test")
+        if found := next((item.classes for item in items if item.classes), ()):
+            return found
+        raise ValueError(f"no row of {subset} has classes; fetch the data anew")
 
     @property
     def _prompts(self) -> Prompts:

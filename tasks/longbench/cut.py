@@ -15,28 +15,28 @@ from qevict_bench.task import Example, Prompter
 
 
 def fitted(example: Example, prompter: Prompter, max_length: int) -> Example:
-    """`example` with at most `max_length` tokens of bare prompt; 0: with as many as the model can take."""
-    if max_length:
-        ids = _ids(example, prompter)
-        return example if len(ids) <= max_length else _halves(example, prompter, ids, max_length // 2)
+    """`example` with at most `max_length` tokens of bare prompt (0: any number), or as many as the model can take."""
+    asked = example
+    if max_length and len(ids := _ids(example, prompter)) > max_length:
+        asked = _halves(example, prompter, ids, max_length // 2)
     room = prompter.max_tokens - example.max_new_tokens
     if not prompter.max_tokens:
-        return example
+        return asked
     try:
-        total = prompter.count(example)
+        total = prompter.count(asked)
     except ValueError:  # it cannot be encoded either, and its row will say so
-        return example
+        return asked
     if total <= room:
-        return example
+        return asked
     ids = _ids(example, prompter)
-    keep = room - (total - len(ids))
+    keep = room - (total - (len(ids) - asked.truncated_tokens))
     while keep >= 2:
         found = _halves(example, prompter, ids, keep // 2)
         excess = prompter.count(found) - room  # halves that are tokenized anew can have other tokens
         if excess <= 0:
             return found
         keep -= excess
-    return example
+    return asked
 
 
 def _ids(example: Example, prompter: Prompter) -> list[int]:

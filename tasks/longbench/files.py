@@ -16,6 +16,7 @@ from tasks.longbench.items import Found
 FETCH = "`hf download zai-org/LongBench data.zip --repo-type dataset --local-dir DIR`"
 _LONGEST = 16 << 20
 """Bytes of the longest line that is read; no row of LongBench has a tenth of that."""
+_BOM = b"\xef\xbb\xbf"
 _ZIP_ERRORS = (OSError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
 
 
@@ -28,25 +29,27 @@ def rows(folder: Path, name: str, setting: str = "") -> Iterator[Found]:
         number = 0
         while line := stream.readline(_LONGEST + 1):
             number += 1
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
             where = f"{label}, line {number}"
             if len(line) > _LONGEST and not line.endswith(b"\n"):
                 while (rest := stream.readline(_LONGEST)) and not rest.endswith(b"\n"):
                     pass
                 yield Found(where, None, f"the line is longer than {_LONGEST >> 20} MiB")
                 continue
-            yield _parsed(line, where)
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line.strip():
+                yield _parsed(line, where)
 
 
 def hash_file(folder: Path, name: str, setting: str = "") -> str:
-    """Hash of the bytes of a dataset's file. Raises ValueError as `rows`."""
-    digest = hashlib.sha256()
-    with _opened(folder, name, setting) as (_, stream):
+    """Hash of the bytes of a dataset's file. Raises ValueError as `rows`, and for a file without rows."""
+    digest, blank = hashlib.sha256(), True
+    with _opened(folder, name, setting) as (label, stream):
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
+            blank = blank and not chunk.removeprefix(_BOM).strip()
+    if blank:
+        raise ValueError(f"{label} has no rows; fetch the data anew with {FETCH}, or take {name} out of task.subsets")
     return digest.hexdigest()
 
 

@@ -41,9 +41,9 @@ def hash_rows(hub_id: str, name: str) -> str:
     """Hash of the rows of a dataset, whatever files they come in. Raises ValueError as `rows`."""
     if (folder := archive(hub_id)) is not None:
         return files.hash_file(folder, name, f"hub_id={hub_id!r}")
-    digest = hashlib.sha256()
+    digest, columns = hashlib.sha256(), ("context", *KVPRESS, "answers", "all_classes", "length", "_id")
     for row in _table(hub_id, name):
-        digest.update(repr([row.get(column) for column in ("context", *KVPRESS, "answers", "all_classes")]).encode())
+        digest.update(repr([row.get(column) for column in columns]).encode())
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Formatter
@@ -78,7 +79,7 @@ def own(dataset: str) -> Wording:
 def official(prompts_dir: str, dataset: str) -> Wording:
     """The wording of a checkout. Raises ValueError, naming the file, if it is missing or has another form."""
     root = Path(prompts_dir)
-    folder = next((root / place for place in _PLACES if (root / place / _FILES[0]).is_file()), root / _PLACES[0])
+    folder = next((root / place for place in _PLACES if os.path.isfile(root / place / _FILES[0])), root / _PLACES[0])
     (prompts, _), (lengths, length_file) = (_read(folder / name, prompts_dir) for name in _FILES)
     path = folder / _FILES[0]
     template, new_tokens = prompts.get(dataset), lengths.get(dataset)
