@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -46,19 +48,21 @@ def test_every_task_and_model_compose(task: str, model: str) -> None:
     OmegaConf.to_yaml(cfg, resolve=True)
 
 
-STUDY = OmegaConf.to_container(OmegaConf.load(CONFIGS / "study.yaml"))
-CHANGES = [each for part in ("points", "trials") for settings in STUDY[part].values() for each in settings]  # type: ignore[index,call-overload]
+STUDY = yaml.safe_load((CONFIGS / "study.yaml").read_text(encoding="utf-8"))
+CHANGES = [each for settings in STUDY["points"].values() for each in settings]
+CHANGES += [f"method={name} {each}" for name, settings in STUDY["trials"].items() for each in settings]
 
 
 @pytest.mark.parametrize("change", sorted(set(CHANGES)))
 def test_every_change_of_the_study_is_a_policy(change: str) -> None:
-    overrides = change.split() if "method=" in change.split(" ")[0] else ["method=qevict", *change.split()]
-    assert isinstance(runner._method(composed(*overrides).method, "method.")[1], KVPolicy)
+    cfg = composed(*(each.replace("method.", "++method.") for each in change.split()))
+    assert isinstance(runner._method(cfg.method, "method.")[1], KVPolicy)
 
 
-@pytest.mark.parametrize("run", STUDY["runs"].values())  # type: ignore[index,call-overload]
+@pytest.mark.parametrize("run", STUDY["runs"].values())
 def test_every_task_of_the_study_composes(run: str) -> None:
-    assert isinstance(runner._build(composed(*run.split()).task, "task."), Task)
+    cfg = composed(*(re.sub(r"^(task|model)\.", r"++\g<0>", each) for each in run.split()))
+    assert isinstance(runner._build(cfg.task, "task."), Task)
 
 
 @pytest.mark.parametrize("group", ["method", "protocol", "profile"])
