@@ -133,6 +133,8 @@ class LongBench(Task):
         dataset = DATASETS[parts(example.subset)[0]]
         text = metrics.first_line(prediction) if dataset.first_line else prediction
         if dataset.metric == "classification":
+            if not example.classes:
+                raise ValueError(f"{example.id} cannot be scored without its classes, which rows do not hold")
             return {"classification": metrics.classification(text, example.answers, example.classes)}
         return {metric.__name__: metric(text, example.answers) for metric in _METRICS[dataset.metric]}
 
