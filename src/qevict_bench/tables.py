@@ -278,7 +278,7 @@ def html(table: Table, title: str = "", setting: bool = True) -> str:
 
 def _html_row(row: Sequence[Cell]) -> str:
     first, *others = row
-    name = re.sub(r"([_,=])", r"\1<wbr>", _html_text(first))
+    name = re.sub(r"([_,=])", r"\1<wbr>", _html(first)) if isinstance(first, str) else _html_text(first)
     return f'<th scope="row">{name}</th>' + "".join(map(_html_cell, others))
 
 

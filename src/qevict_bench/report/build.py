@@ -11,7 +11,7 @@ from qevict_bench.report import drawing, memory, scores, sheet
 from qevict_bench.report.drawing import Axis, Drawing
 from qevict_bench.report.entries import Entry, alarm_lines, entries_of
 from qevict_bench.report.files import Made, folders_in, write
-from qevict_bench.report.groups import Group, apart, grouped
+from qevict_bench.report.groups import Group, apart, commits_of, grouped
 from qevict_bench.report.memory import GOLD_KL, SCORE, Quality, Series
 from qevict_bench.report.page import Drawn, Fold, Section, page
 from qevict_bench.report.paper import Figure as PaperFigure
@@ -151,10 +151,9 @@ def _drawn(
 def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Iterator[str]:
     newest = max(run.written for run in runs)
     models = sorted({run.first.model for run in runs})
-    commits = sorted({run.environment.git_sha[:9] for run in runs})
     yield (
         f"{len(runs)} runs in {len(groups)} table{'s' * (len(groups) != 1)}; models {', '.join(models)}; newest run "
-        f"{newest:%Y-%m-%d %H:%M} UTC; commits {', '.join(commits)}."
+        f"{newest:%Y-%m-%d %H:%M} UTC; {commits_of(runs)}."
     )
     yield (
         "Differences are paired by example, with 95 % intervals. Nothing is bold inside the noise. Memory is what "

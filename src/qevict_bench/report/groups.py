@@ -94,10 +94,15 @@ class Group:
         sizes = sorted({run.first.batch_size for run in self.runs})
         if len(sizes) > 1:
             lines.append(f"Batch sizes {', '.join(map(str, sizes))}: 16-bit arithmetic may answer differently.")
-        commits = sorted({run.environment.git_sha[:9] for run in self.runs})
         newest = max(run.written for run in self.runs)
-        made_at = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}, newest {newest:%Y-%m-%d}"
-        return (*lines, f"{shared_command(self.runs)} ({made_at})")
+        return (*lines, f"{shared_command(self.runs)} ({commits_of(self.runs)}, newest {newest:%Y-%m-%d})")
+
+
+def commits_of(runs: Sequence[Run]) -> str:
+    """ "commit a" or "commits a, b, c, d and 2 more"."""
+    names = sorted({run.environment.git_sha[:9] for run in runs})
+    more = f" and {len(names) - 4} more" * (len(names) > 4)
+    return f"commit{'s' * (len(names) > 1)} {', '.join(names[:4])}{more}"
 
 
 def kind_of(name: str) -> str:
@@ -132,9 +137,8 @@ def grouped(runs: Iterable[Run], allow: Sequence[str]) -> list[Group]:
         raise ValueError(f"allow={unknown[0]} is unknown; choose some of {', '.join(ALLOW)}")
     found: list[list[Run]] = []
     mixed: list[dict[str, dict[str, None]]] = []
-    unlike: list[
-        dict[tuple[str, str], Run]
-    ] = []  # a member for all conditions there are, and for every code of a method
+    # Of each group a member for all conditions there are, and for every code of a method: the others are like these.
+    unlike: list[dict[tuple[str, str], Run]] = []
     for run in runs:
         method = repr(run.config["method"])
         keys = (("", run.conditions), (method, run.environment.code_hash))
