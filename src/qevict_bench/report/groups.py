@@ -129,7 +129,7 @@ def differences(first: Run, second: Run) -> list[tuple[str, Difference]]:
 
 
 def grouped(runs: Iterable[Run], allow: Sequence[str]) -> list[Group]:
-    """Runs that may share a table together, the largest groups first.
+    """Runs that may share a table together, those with most examples first, those of split dev last.
 
     Raises ValueError for a word in `allow` that is none of ALLOW.
     """
@@ -162,7 +162,11 @@ def grouped(runs: Iterable[Run], allow: Sequence[str]) -> list[Group]:
         Group(tuple(members), {kind: tuple(values) for kind, values in kinds.items()})
         for members, kinds in zip(found, mixed, strict=True)
     ]
-    return _told_apart(sorted(groups, key=lambda group: (-len(group.runs), group.name)))
+    return _told_apart(sorted(groups, key=_order))
+
+
+def _order(group: Group) -> tuple[bool, int, str]:
+    return group.first.split != "test", -sum(len(run.good) for run in group.runs), group.name
 
 
 def _told_apart(groups: Sequence[Group]) -> list[Group]:
