@@ -1,6 +1,6 @@
 # make help lists the targets. PYTHON=python3.12 make setup chooses the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check
+.PHONY: help setup run test browser check
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,6 +30,10 @@ run: setup ## evaluate QEvict on RULER-style prompts at 20 % of the cache; other
 
 test: setup ## run the default test suite (offline, CPU); one file: make test ARGS=tests/test_models.py
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+browser: setup ## look at the report's page in the system's chromium
+	@$(PIP) -e '.[browser]'
+	@$(BIN)/python -m pytest -m browser $(ARGS)
 
 check: setup ## lint, format and types, as before every commit
 	@$(BIN)/ruff check .

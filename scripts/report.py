@@ -10,8 +10,8 @@ again with today's scorers, says what changed, and leaves the runs as they are. 
 scripts/diagnose.py, whose figures are put on the page.
 
 Writes output_dir/tables/*.{md,tex,csv}, output_dir/figures/*.{png,pdf} and output_dir/report/index.html, one file that
-needs no network. A run that cannot be read is a line on stderr and on the page. Exit codes: 0; 2 for a mistake in the
-input.
+needs no network; tables/README.md lists them, and what it listed before and is not made again is removed. A run that
+cannot be read is a line on stderr and on the page. Exit codes: 0; 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -88,20 +88,23 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def declare(config: Mapping[str, Any]) -> Declared:
-    """What the class of a method says of itself, with the fields of the run. A class that is gone says nothing."""
+    """What the class of a method says of itself, with the fields of the run.
+
+    A class that is gone, or that refuses these fields today, says nothing.
+    """
     path = str(config.get("_target_", ""))
     module, _, name = path.rpartition(".")
     try:
         cls = getattr(import_module(module), name)
         known = [field for field in fields(cls) if field.init and not field.metadata.get("fitted")]
+        defaults = {field.name: field.default for field in known}
+        policy = build(cls, {k: v for k, v in config.items() if k in defaults}, "method.")
     except (ImportError, AttributeError, TypeError, ValueError):
         return Declared({}, {}, (), 1, "")
-    defaults = {field.name: field.default for field in known}
     paper = _preset(f"{name.lower()}_paper")
     published = (
         {**defaults, **{k: v for k, v in paper.items() if k in defaults}} if paper.get("_target_") == path else defaults
     )
-    policy = build(cls, {k: v for k, v in config.items() if k in defaults}, "method.")
     tiers = tuple(tier.name for tier in policy.tiers[1:])
     return Declared(defaults, published, tiers, policy.unit, policy.restore)
 
@@ -109,7 +112,7 @@ def declare(config: Mapping[str, Any]) -> Declared:
 def task_of(config: Mapping[str, Any]) -> Task:
     """The task of a run, as the runner builds it."""
     values = dict(config)
-    module, _, name = str(values.pop("_target_")).rpartition(".")
+    module, _, name = str(values.pop("_target_", "")).rpartition(".")
     made: Task = build(getattr(import_module(module), name), values, "task.")
     return made
 
@@ -122,7 +125,7 @@ def rescored(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
             done = rescore(run, task_of(run.config["task"]))
             found.append(done.run)
             lines.append(done.line)
-        except (ValueError, ImportError, AttributeError) as error:
+        except (ValueError, ImportError, AttributeError, TypeError) as error:
             found.append(run)
             lines.append(f"{run.first.run_id} keeps its scores: {one_line(error)}")
     return found, lines

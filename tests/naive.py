@@ -249,7 +249,7 @@ def relative_channels(tokens: torch.Tensor, prompt: torch.Tensor, bits: int) -> 
     out = torch.empty_like(tokens)
     for d in range(tokens.shape[1]):
         origin, top = min(prompt[:, d].tolist()), max(prompt[:, d].tolist())
-        step = fp32(fp32(top - origin) / 255)
+        step = fp32(fp32(top - origin) / 254.5)
         values = tokens[:, d].tolist()
         m = lower_byte(min(values), step, origin)
         scale, zero = relative(range_byte(max(values), m, step, origin, bits), m, step, origin, bits)

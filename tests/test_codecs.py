@@ -250,11 +250,11 @@ def test_relative8_reference_and_clamping() -> None:
     prompt_HSD = torch.linspace(-1.0, 1.0, 256, dtype=torch.float64).view(1, -1, 1).expand(-1, -1, 4).float()
     step, low = codec.reference(prompt_HSD)
     assert low.tolist() == [[-1.0] * 4]
-    assert step.tolist() == [[naive.fp32(2 / 255)] * 4]
+    assert step.tolist() == [[naive.fp32(2 / 254.5)] * 4]
     outside = torch.tensor([-9.0, -1.0, 0.0, 9.0]).view(1, 4, 1).expand(-1, -1, 4)
     code = codec.encode(outside, (step, low))
     assert (code.group[0].tolist(), code.group[1].tolist()) == ([[255] * 4], [[0] * 4])
-    assert codec.decode(*code, (step, low), torch.float32)[0, [0, 3], 0].tolist() == pytest.approx([-1.0, 1.0])
+    assert codec.decode(*code, (step, low), torch.float32)[0, [0, 3], 0].tolist() == pytest.approx([-1.0, 255 * 2 / 254.5 - 1])
 
 
 @settings(deadline=None, max_examples=100)

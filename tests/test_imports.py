@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"statistics"},
     "runs": {"comparison", "environment", "results", "rows", "standing", "terminal"},
     "report": {
-        *("alarms", "closing", "comparison", "figures", "results", "rows", "runs", "statistics", "tables", "task"),
+        *("alarms", "closing", "comparison", "figures", "results", "rows", "runs", "settings", "statistics"),
+        *("tables", "task"),
     },
 }
 METHODS_MAY_IMPORT = {

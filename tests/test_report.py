@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_the_same_numbers_stand_in_every_file(report: Report, tmp_path: Path) ->
         body = tex.partition("\\midrule")[2].partition("\\bottomrule")[0]
         assert sorted(re.findall(numbers, body)) == expected
         figure = page.partition(f'<figure class="table" id="{path.stem}">')[2].partition("</table>")[0]
-        shown = Page(f"<table>{figure.partition('<table>')[2]}</table>").rows[1:]
+        shown = Page(f"<table{figure.partition('<table')[2]}</table>").rows[1:]
         assert sorted(re.findall(numbers, "\n".join(" ".join(row) for row in shown))) == expected, path.stem
 
 
@@ -481,6 +482,12 @@ def test_every_experiment_is_a_sweep_of_known_things(name: str, composing: None)
     assert OmegaConf.to_container(one, resolve=True)
 
 
+def test_every_experiment_has_its_line_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    names = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    assert [name for name in sorted(names) if f"| `{name.removesuffix('_mini')}` |" not in text] == []
+
+
 def test_every_experiment_has_a_twin_for_two_cores() -> None:
     assert {f"{name}_mini" for name in SWEEPS if not name.endswith("_mini")} == {n for n in SWEEPS if "_mini" in n}
 
@@ -510,18 +517,20 @@ def test_a_sweep_of_the_tiny_model_becomes_a_report(report: Report, tmp_path: Pa
 def test_the_page_in_a_browser(report: Report, tmp_path: Path) -> None:
     """No console error, tables sort, figures show, nothing is wider than a phone but what scrolls in its box."""
     sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no chromium here")
     full(tmp_path, {"vt": ONES, "cwe": HALF})
-    for number, name in enumerate(("snapkv", "h2o", "tova")):
+    for number, name in enumerate(("snapkv", "h2o", "a_method_with_a_name_that_no_phone_is_wide_enough_for_" * 3)):
         for budget in ("0.2", "0.1"):
             scores = [1.0] * (4 + 4 * number) + [0.0] * (16 - 4 * number)
-            add(tmp_path, name, {"vt": scores, "cwe": ZEROS}, budget=budget)
+            share = dict.fromkeys((*made.row().fractions, "allowed"), float(budget))  # type: ignore[misc]
+            add(tmp_path, name, {"vt": scores, "cwe": ZEROS}, budget=budget, fractions=share)
+    add(tmp_path, "kivi", {"vt": ONES, "cwe": HALF}, status="infeasible", error=INFEASIBLE, matched=False)
     report()
     address = (tmp_path / "out" / "report" / "index.html").as_uri()
     with sync_api.sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch(channel="chromium")
-        except sync_api.Error as error:
-            pytest.skip(f"no chromium: {error}")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for width, scheme in ((1280, "light"), (390, "dark")):
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
             said: list[str] = []
@@ -531,13 +540,19 @@ def test_the_page_in_a_browser(report: Report, tmp_path: Path) -> None:
                 "request", lambda request, said=said: said.append(request.url) if "http" in request.url[:4] else None
             )
             page.goto(address)
+            page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert page.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 0)")
-            head = page.locator("table").first.locator("thead button").nth(1)
-            first = "[...document.querySelector('table').tBodies[0].rows].map((row) => row.cells[0].textContent)"
-            head.click()
-            assert page.evaluate(first)[:2] == ["full_kv", "tova"]
-            head.click()
-            assert page.evaluate(first)[0] == "snapkv"
+            drawn = page.evaluate("document.images[0].currentSrc === document.images[0].src")
+            assert drawn == (width == 1280)  # a phone has a figure of its own
+            texts = "(rows, at) => rows.map((row) => row.cells[at].textContent.replace('≈', ''))"
+            table = page.locator("table").first
+            for expected in (["75.0", "30.0", "20.0", "10.0"], ["10.0", "20.0", "30.0", "75.0"]):
+                table.locator("thead button").nth(1).click()
+                found = table.locator("tbody tr").evaluate_all(texts, 1)
+                assert found == [*expected, "infeasible: needs 0.228"]
+            every = page.locator("figure[id$=_runs]")
+            every.locator("thead button").nth(1).click()  # budgets are texts that hold numbers
+            assert every.locator("tbody tr").evaluate_all(texts, 1) == ["0.1"] * 3 + ["0.2"] * 4 + ["1.0"]
             assert said == []
         browser.close()

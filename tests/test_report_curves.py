@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
-from math import inf, isnan
+from math import inf
 
 import numpy as np
 import pytest
 
-from qevict_bench.report.curves import Curve, Point, Sample, front, needed, value_at
+from qevict_bench.report.curves import Curve, Point, Sample, front, needed, weights_at
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from qevict_bench.report.curves import Curve, Point, Sample, front, needed, valu
     ],
 )
 def test_memory_needed_by_hand(values: tuple[float, ...], target: float, found: float) -> None:
-    assert needed((0.1, 0.2, 0.4), values, target) == pytest.approx(found)
+    assert needed((0.1, 0.2, 0.4), np.array([values]), np.array([float(target)])) == pytest.approx([found])
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,15 @@ def test_memory_needed_by_hand(values: tuple[float, ...], target: float, found: 
     [(0.2, 60), (0.3, 80), (0.15, 40), (0.0975, 20), (0.4115, 100), (0.203, 60)],
 )
 def test_value_at_a_memory_by_hand(memory: float, value: float) -> None:
-    assert value_at((0.1, 0.2, 0.4), (20, 60, 100), memory) == pytest.approx(value)
+    weight_K = weights_at((0.1, 0.2, 0.4), memory)
+    assert weight_K is not None
+    assert weight_K @ (20, 60, 100) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("memory", [0.05, 0.45])
 def test_nothing_is_said_beyond_what_was_measured(memory: float) -> None:
-    assert isnan(value_at((0.1, 0.2, 0.4), (20, 60, 100), memory))
-    assert isnan(value_at((0.2,), (20,), memory))
+    assert weights_at((0.1, 0.2, 0.4), memory) is None
+    assert weights_at((0.2,), memory) is None
 
 
 def test_the_front_is_what_no_other_beats() -> None:
@@ -115,3 +117,10 @@ def test_a_lower_bound_on_a_falling_value() -> None:
     """KL 1.0, 0.2, 0.0 turned around: at most 0.1 is half of the way from 0.2 to 0.4."""
     lowered = curve([[-1.0] * 4, [-0.2] * 4, [0.0] * 4], [0.0] * 4)
     assert lowered.needed_value(-0.1).value == pytest.approx(0.3)
+
+
+def test_subsets_of_one_example_are_not_certain() -> None:
+    lone = [Sample(np.array([[100.0 * (i % 2)]]), np.array([100.0]), [""]) for i in range(6)]
+    found = Curve((0.1,), tuple(lone)).at(0.1)
+    assert found is not None
+    assert found.low < 50 < found.high

@@ -43,7 +43,7 @@ class Page(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "link", "img", "br"):
+        if tag not in ("meta", "link", "img", "br", "wbr", "source"):
             self.open.append(tag)
         for name, value in attrs:
             if name in ("src", "href", "srcset", "action", "data", "poster"):
@@ -74,7 +74,14 @@ def tex_cells(text: str) -> list[list[str]]:
 
 def _shown(cell: str) -> str:
     cell = re.sub(r"\\(textbf|textit)\{((?:[^{}\\]|\\.)*)\}", r"\2", cell).replace("\\scriptsize", "")
-    for tex, sign in {"$-$": "-", "\\textless{}": "<", "\\textgreater{}": ">", "{[}": "[", "\\_": "_"}.items():
+    for tex, sign in {
+        "$-$": "-",
+        "\\textbar{}": "|",
+        "\\textless{}": "<",
+        "\\textgreater{}": ">",
+        "{[}": "[",
+        "\\_": "_",
+    }.items():
         cell = cell.replace(tex, sign)
     return " ".join(re.sub(r"[{}]", "", cell).split())
 
@@ -88,7 +95,7 @@ def test_numbers_are_the_same_in_every_format() -> None:
     for row, tex, md in zip(page.rows[1:], tex_cells(latex(TABLE)), markdown(TABLE).splitlines()[6:9], strict=True):
         assert row == _marked(tex)
         cells = [cell.strip().replace("**", "") for cell in re.split(r"(?<!\\)\|", md)[1:-1]]
-        plain = [re.sub(r"^\*(.*)\*$", r"\1", cell).replace("\\|", "|") for cell in cells]
+        plain = [re.sub(r"^\*(.*)\*$", r"\1", cell).replace("\\|", "|").replace("&lt;", "<") for cell in cells]
         assert plain == tex
     assert [number for number in NUMBERS if number not in markdown(TABLE)] == []
 
@@ -110,11 +117,20 @@ def test_what_is_missing_says_why_and_has_no_number() -> None:
 def test_signs_of_the_formats_are_escaped() -> None:
     assert "| qe_vict\\|x |" in markdown(TABLE)
     assert "50 \\% of R\\&D\\_1: a part" in latex(TABLE)
-    assert "qe\\_vict|x" in latex(TABLE)
+    assert "qe\\_vict\\textbar{}x" in latex(TABLE)
+    assert "| &lt;b> |" in markdown(TABLE)
     assert "<b><" not in html(TABLE).replace("<b>72.5</b>", "")
     assert [row[0] for row in Page(html(TABLE)).rows[1:]] == ["qe_vict|x", "<b>", "none"]
     starred = Table("t", "t", ("a", "b"), (("x", "1"), ("[y", "2"), ("*z", "3")))
     assert not re.search(r"\\\\\n[\[*]", latex(starred))
+
+
+def test_only_finite_numbers_sort_as_numbers() -> None:
+    shown = html(Table("t", "t", ("a", "b"), (("x", Number(2.5)), ("y", Number(inf)), ("z", "0.05"), ("w", "w" * 40))))
+    assert '<td class="num" data-v="2.5">2.5</td>' in shown
+    assert '<td class="none">not reached</td>' in shown
+    assert '<td class="text">0.05</td>' in shown
+    assert f'<td class="text long">{"w" * 40}</td>' in shown
 
 
 def test_bold_and_marks_reach_every_format() -> None:

@@ -301,3 +301,12 @@ def test_a_lone_example_of_a_subset_is_given_the_noise_of_the_others() -> None:
         interval = macro_interval([big, one], seed=trial, resamples=500)
         called += not interval.low <= 0 <= interval.high
     assert called / 400 <= 0.07
+
+
+@pytest.mark.parametrize("num", [2, 5, 300])
+def test_resamples_draw_one_cluster_less_than_there_are(num: int) -> None:
+    """The counts that all runs share are those of drawing clusters one by one."""
+    values = np.random.default_rng(1).normal(size=num)
+    picks_RM = np.random.default_rng((3, 1)).integers(num, size=(50, num - 1), dtype=np.uint32)
+    found = bootstrap(values.tolist(), seed=(3, 1), resamples=50)
+    assert found.mean_R == pytest.approx(values[picks_RM].mean(axis=1), abs=1e-8)

@@ -31,6 +31,8 @@ from torch import Tensor
 from qevict_bench.packing import PACK_UNIT, pack, packed_bytes, split_last, unpack
 
 KeyParams = Literal["window", "group", "segment", "static", "relative8"]
+RELATIVE_STEPS = 254.5
+"""Steps of `relative8` in the prompt's range: its maximum falls between two, so that rounding noise does not move r."""
 
 
 class Encoded(NamedTuple):
@@ -143,7 +145,7 @@ class PerChannel:
     - `segment`: the same, shared by all units of a row and KV head; group must be 0.
     - `static`: from the whole prompt, nothing per group. Values outside the prompt's range are clamped.
     - `relative8`: per group as two bytes r, m relative to the prompt: zero = low + step * m and scale =
-      step * r / (2^bits - 1), with `low` the prompt's minimum and `step` its range / 255, rounded up. m is rounded
+      step * r / (2^bits - 1), with `low` the prompt's minimum and `step` its range / 254.5, rounded up. m is rounded
       down and r up: the decoded interval covers a group inside the prompt's range; beyond it m and r are clamped.
 
     Layouts: slot = (codes [N, T, packed],); group = (scale, zero) or (r, m), each [N, D]; reference = (scale, zero)
@@ -181,7 +183,7 @@ class PerChannel:
         low_HD, high_HD = x_HSD.amin(1).float(), x_HSD.amax(1).float()
         if self.params == "static":
             return _affine(low_HD, high_HD, self.bits, x_HSD.dtype)
-        exact_HD = (high_HD - low_HD) / 255
+        exact_HD = (high_HD - low_HD) / RELATIVE_STEPS
         step_HD = exact_HD.to(x_HSD.dtype)
         as_int = step_HD.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[step_HD.itemsize])
         step_HD = (as_int + (step_HD.float() < exact_HD)).view(x_HSD.dtype)  # next larger number where rounded down

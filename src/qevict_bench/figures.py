@@ -8,6 +8,7 @@ points in markers as well. The caption of a figure says what it was made from, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import ceil, log2
 from pathlib import Path
 from textwrap import fill
@@ -17,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -52,6 +54,7 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 300,
     "pdf.fonttype": 42,
     "hatch.linewidth": 0.5,
+    "text.parse_math": False,
 }
 
 
@@ -277,7 +280,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def page(height: float, caption: str, width: float = WIDTH) -> Figure:
     """An empty figure with its caption below; `height` in inches, without the caption."""
-    text = fill(caption, int(92 * width / WIDTH))
+    text = fill(drawable(caption), int(92 * width / WIDTH))
     lines = text.count("\n") + 1
     share = (0.1 * lines + 0.03) / (height + 0.1 * lines)
     layout = ConstrainedLayoutEngine(rect=(0, share, 1, 1 - share))
@@ -285,6 +288,16 @@ def page(height: float, caption: str, width: float = WIDTH) -> Figure:
     left = 0.01 * WIDTH / width
     figure.text(left, 0.005, text, fontsize=4.8, color="#555555", va="bottom", ha="left", linespacing=1.25)
     return figure
+
+
+def drawable(text: str) -> str:
+    """`text` with "?" for signs that the font lacks."""
+    return "".join(sign if ord(sign) in _glyphs() else "?" for sign in text)
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont(STYLE["font.family"])).get_charmap())
 
 
 def _panels(num: int, height: float, caption: str) -> tuple[Figure, list[Axes]]:

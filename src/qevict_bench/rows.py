@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -99,7 +99,6 @@ SHARES = ("after_prefill", "peak", "mean", "final", "whole_cache", "prefill_peak
 SIZES = ("workspace", "host")
 """Keys of every ok row's `bytes`, beside its components."""
 _HUGE, _LARGEST = 1e300, 2**63 - 1
-_ROW_FIELDS = {field.name: str(field.type) for field in fields(Row)}
 
 
 def check_row(row: Row) -> None:
@@ -114,10 +113,10 @@ def row_line(row: Row) -> bytes:
 
 def parse_row(values: Any) -> Row:
     """The row in a line of rows.jsonl; raises ValueError for one that this code cannot have written."""
-    if not isinstance(values, dict) or values.keys() != _ROW_FIELDS.keys():
+    if not isinstance(values, dict) or values.keys() != _CHECKS.keys():
         raise ValueError("it is not an object with the fields of a row")
-    for name, hint in _ROW_FIELDS.items():
-        if not _fits(values[name], hint):
+    for name, (fits, optional) in _CHECKS.items():
+        if not (fits(value) if (value := values[name]) is not None else optional):
             raise ValueError(f"{name} has another type")
     row = Row(**{**values, "answers": tuple(values["answers"])})
     if row.status not in ("ok", "infeasible", "error") or row.index < 0:
@@ -130,16 +129,22 @@ def parse_row(values: Any) -> Row:
     return row
 
 
-def _fits(value: object, hint: str) -> bool:
-    """Whether a JSON value may stand in a field of the row with this annotation."""
-    if "None" in hint and value is None:
-        return True
-    if hint.startswith("Mapping"):
-        return isinstance(value, dict) and ("Any" in hint or all(_fits(x, "float") for x in value.values()))
-    if hint.startswith("tuple"):
-        return isinstance(value, list) and all(isinstance(x, str) for x in value)
-    if hint.startswith("float"):
-        return isinstance(value, int | float) and type(value) is not bool and abs(value) < _HUGE
-    if hint == "int" and type(value) is int:
-        return abs(value) <= _LARGEST
-    return type(value).__name__ == hint
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and -_HUGE < value < _HUGE  # type: ignore[operator]
+
+
+_FITS: dict[str, Callable[[object], bool]] = {
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+    "int": lambda value: type(value) is int and -_LARGEST <= value <= _LARGEST,
+    "float": _is_number,
+    "tuple[str, ...]": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
+    "Mapping[str, float]": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "Mapping[str, Any]": lambda value: isinstance(value, dict),
+}
+"""Whether a JSON value may stand in a field of the row, by the field's annotation."""
+_CHECKS = {
+    field.name: (_FITS[str(field.type).removesuffix(" | None")], str(field.type).endswith(" | None"))
+    for field in fields(Row)
+}
+"""By field: the check of its value, and whether it may be null."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -70,6 +71,26 @@ class Run:
         """Whether its answers are judged, as far as its rows show."""
         return any(row.metrics for row in self.rows) or not self.good
 
+    @cached_property
+    def setting(self) -> dict[str, object]:
+        """What two runs must have in common to be compared, by name."""
+        found: dict[str, object] = {field: getattr(self.first, field) for field in SETTING}
+        for group in ("model", "task", "protocol"):
+            found |= _flat(self.config[group], f"{group}.")
+        return found
+
+    @cached_property
+    def origin(self) -> dict[str, object]:
+        """Code of engine and task, device and library versions."""
+        found = self.environment
+        versions = {name: found.versions[name] for name in sorted(found.versions)}
+        return {"code hash of engine and task": found.shared_hash, "device": found.device, **versions}
+
+    @property
+    def conditions(self) -> str:
+        """The same for two runs of which setting and origin, and what their reference ids say, are the same."""
+        return repr((self.setting, self.origin, self.reference_id, self.first.batch_size))
+
 
 def read_run(path: Path, number: int) -> Run:
     """Read one run; raises ValueError (one line) for anything that is missing or damaged."""
@@ -78,7 +99,8 @@ def read_run(path: Path, number: int) -> Run:
         raise ValueError(f"{path} has no rows; give the folder of a run that has begun")
     try:
         config = yaml.load((path / "config.yaml").read_text(encoding="utf-8"), _LOADER)
-        if not isinstance(config, dict) or not {"model", "task", "protocol", "reference", "method"} <= config.keys():
+        sections = ("model", "task", "protocol", "reference", "method")
+        if not isinstance(config, dict) or not all(isinstance(config.get(name), dict) for name in sections):
             raise ValueError("it is not the configuration of a run")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path / 'config.yaml'} cannot be read ({one_line(error)}); run it again") from None
@@ -121,10 +143,7 @@ def read_folders(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
 def setting_differences(first: Run, second: Run) -> Iterator[Difference]:
     """Settings in which two runs differ, other than method and budget."""
-    mine, theirs = _setting(first), _setting(second)
-    yield from (
-        (name, a, b) for name in mine | theirs if (a := mine.get(name, "none")) != (b := theirs.get(name, "none"))
-    )
+    yield from _differences(first.setting, second.setting)
     same_batches = first.first.batch_size == second.first.batch_size  # they are part of the reference's id
     both = first.reference_id and second.reference_id and same_batches
     if both and first.reference_id != second.reference_id:
@@ -133,12 +152,10 @@ def setting_differences(first: Run, second: Run) -> Iterator[Difference]:
 
 def origin_differences(first: Run, second: Run) -> Iterator[Difference]:
     """Code, device and library versions in which they differ. A method's code counts where both runs have the same."""
-    mine, theirs = _origin(first), _origin(second)
-    if first.config["method"] == second.config["method"]:
-        mine["code hash"], theirs["code hash"] = first.environment.code_hash, second.environment.code_hash
-    for name in dict.fromkeys([*sorted({*mine, *theirs} & {"code hash"}), *mine, *theirs]):
-        if (a := mine.get(name, "none")) != (b := theirs.get(name, "none")):
-            yield name, a, b
+    mine, theirs = first.environment.code_hash, second.environment.code_hash
+    if mine != theirs and first.config["method"] == second.config["method"]:
+        yield "code hash", mine, theirs
+    yield from _differences(first.origin, second.origin)
 
 
 def data_difference(rows: Sequence[Row], others: Sequence[Row]) -> Difference | None:
@@ -154,17 +171,12 @@ def one_line(error: Exception) -> str:
     return plain(str(error))
 
 
-def _setting(run: Run) -> dict[str, object]:
-    found: dict[str, object] = {field: getattr(run.first, field) for field in SETTING}
-    for group in ("model", "task", "protocol"):
-        found |= _flat(run.config[group], f"{group}.")
-    return found
-
-
-def _origin(run: Run) -> dict[str, object]:
-    found = run.environment
-    versions = {name: found.versions[name] for name in sorted(found.versions)}
-    return {"code hash of engine and task": found.shared_hash, "device": found.device, **versions}
+def _differences(mine: Mapping[str, object], theirs: Mapping[str, object]) -> Iterator[Difference]:
+    if mine == theirs:
+        return
+    for name in dict.fromkeys([*mine, *theirs]):
+        if (a := mine.get(name, "none")) != (b := theirs.get(name, "none")):
+            yield name, a, b
 
 
 def _flat(node: object, where: str) -> dict[str, object]:

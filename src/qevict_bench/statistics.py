@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import floor, inf
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 from scipy.stats import binomtest, spearmanr
-from scipy.stats import t as student_t
 
 # M clusters, R resamples
 Floats = NDArray[np.float64]
@@ -75,7 +75,7 @@ class Bootstrap:
         rank = floor((num + 1) * (1 - confidence) / 2 + 1e-9)
         if rank < 1:
             raise ValueError(f"resamples={num} are too few for a {confidence:.0%} interval; take {RESAMPLES}")
-        ends = np.partition(self._widened_R, [rank - 1, num - rank])
+        ends = np.partition(self.widened_R, [rank - 1, num - rank])
         return Interval(self.value, float(ends[rank - 1]), float(ends[num - rank]))
 
     def p_value(self) -> float:
@@ -84,15 +84,15 @@ class Bootstrap:
         But never less than 2^(1 - num_clusters), which no test that flips signs can go below: fewer than 6 clusters
         settle nothing at 5 %, even where they agree so well that no resample varies.
         """
-        num_below, num_above = int((self._widened_R <= 0).sum()), int((self._widened_R >= 0).sum())
+        num_below, num_above = int((self.widened_R <= 0).sum()), int((self.widened_R >= 0).sum())
         percentile = 2 * (1 + min(num_below, num_above)) / (len(self.mean_R) + 1)
         return float(min(1.0, max(percentile, 2.0 ** (1 - self.num_clusters))))
 
     @cached_property
-    def _widened_R(self) -> Floats:
+    def widened_R(self) -> Floats:
         """Deviations times t / z, since the variance is estimated too; never beyond what a resample reached."""
         upper = 0.5 + CONFIDENCE / 2
-        factor = float(student_t.ppf(upper, self.dof)) / NormalDist().inv_cdf(upper) if self.dof < inf else 1.0
+        factor = float(stdtrit(self.dof, upper)) / NormalDist().inv_cdf(upper) if self.dof < inf else 1.0
         wide_R = np.clip(self.value + factor * (self.mean_R - self.value), self.mean_R.min(), self.mean_R.max())
         return wide_R.round(_DECIMALS)
 
@@ -108,15 +108,27 @@ def bootstrap(
     num, value = len(sum_M), float(sum_M.sum() / size_M.sum())
     mean_R = np.full(resamples, value)
     if num > 1:
-        rng = np.random.default_rng(seed)
+        count_RM = _counts(num, seed if isinstance(seed, int) else tuple(seed), resamples)
         step = max(1, _CHUNK // num)
         for start in range(0, resamples, step):
-            part_R = mean_R[start : start + step]
-            picks_RM = rng.integers(num, size=(len(part_R), num - 1), dtype=np.uint32)
-            part_R[:] = sum_M[picks_RM].sum(axis=1)
-            part_R /= size_M[picks_RM].sum(axis=1) if (size_M != 1).any() else num - 1
+            part_RM = count_RM[start : start + step].astype(np.float64)
+            mean_R[start : start + step] = (part_RM @ sum_M) / (part_RM @ size_M)
     variance = _variance_of_mean(sum_M, size_M)
     return Bootstrap(value, mean_R, variance, num - 1 if variance else inf, num)
+
+
+@lru_cache(maxsize=32)  # tables compare many runs on the same examples
+def _counts(num: int, seed: int | tuple[int, ...], resamples: int) -> NDArray[np.uint8]:
+    """How often each resample draws each of `num` clusters [R, M]; `num` - 1 draws."""
+    rng = np.random.default_rng(seed)
+    count_RM = np.zeros((resamples, num), dtype=np.uint8)
+    step = max(1, _CHUNK // num)
+    for start in range(0, resamples, step):
+        part_RM = count_RM[start : start + step]
+        picks_RM = rng.integers(num, size=(len(part_RM), num - 1), dtype=np.uint32)
+        picks_RM += (num * np.arange(len(part_RM), dtype=np.uint32))[:, None]
+        part_RM[:] = np.bincount(picks_RM.ravel(), minlength=part_RM.size).reshape(part_RM.shape)
+    return count_RM
 
 
 def macro(parts: Sequence[Bootstrap], *, seed: int = 0) -> Bootstrap:
@@ -207,7 +219,12 @@ def exact_p(differences: Sequence[float], groups: Sequence[str] = ()) -> float:
     """
     sum_M, _ = _clusters(differences, groups)
     wins, _, losses = tally(sum_M.tolist())
-    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    return _sign_p(wins, wins + losses) if wins + losses else 1.0
+
+
+@lru_cache(maxsize=4096)
+def _sign_p(wins: int, num: int) -> float:
+    return float(binomtest(wins, num).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

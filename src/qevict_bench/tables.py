@@ -135,7 +135,7 @@ def _md_cell(cell: Cell) -> str:
 
 
 def _md(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
 
 
 # ---- LaTeX ----
@@ -156,7 +156,11 @@ _TEX = {
     "≥": r"$\geq$",
     "†": r"\dag{}",
     "Ω": r"$\Omega$",
+    "|": r"\textbar{}",
+    "…": r"\ldots{}",
 }
+_LATIN = "ÀÁÂÄÇÈÉÊËÌÍÎÏÑÒÓÔÖÙÚÛÜàáâäçèéêëìíîïñòóôöùúûü"
+"""Other signs that pdflatex sets with its default encoding."""
 _WIDE = 9
 """More columns than this are shrunk to the width of the text."""
 
@@ -199,9 +203,14 @@ def _tex_cell(cell: Cell) -> str:
 
 
 def _tex(text: str) -> str:
-    """With a minus before numbers. Signs that TeX would read are escaped; [ and * could follow a line's end."""
-    escaped = "".join(_TEX.get(sign, sign) for sign in " ".join(text.split()))
+    """With a minus before numbers. Signs that TeX would read are escaped, those that its fonts lack named by their code
+    point; [ and * could follow a line's end."""
+    escaped = "".join(_TEX.get(sign) or _tex_sign(sign) for sign in " ".join(text.split()))
     return re.sub(r"^([\[*])", r"{\1}", re.sub(r"(?<![\w.])-(?=\d)", "$-$", escaped))
+
+
+def _tex_sign(sign: str) -> str:
+    return sign if (sign.isascii() and sign.isprintable()) or sign in _LATIN else f"[U+{ord(sign):04X}]"
 
 
 # ---- CSV ----
@@ -244,6 +253,9 @@ def _csv_note(cell: Cell) -> str:
 
 # ---- HTML ----
 
+_LONG = 32
+"""A text of more signs than this goes over several lines."""
+
 
 def html(table: Table, title: str = "", setting: bool = True) -> str:
     """A <figure> with caption, a table in a box of its own that scrolls, and notes. Heads are buttons that sort.
@@ -255,22 +267,27 @@ def html(table: Table, title: str = "", setting: bool = True) -> str:
     lines = "\n".join(f"<tr>{_html_row(row)}</tr>" for row in table.rows)
     about = "".join(f"<p>{_html(line)}</p>" for line in table.setting * setting)
     notes = "".join(f"<li>{_html(line)}</li>" for line in table.notes)
+    name = max([len(plain(row[0])) for row in table.rows], default=0)
     return (
         f'<figure class="table" id="{_html(table.name)}"><figcaption><h3>{title}</h3>{about}</figcaption>\n'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table><thead><tr>{heads}</tr></thead>\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">'
+        f'<table style="--name:{name}ch"><thead><tr>{heads}</tr></thead>\n'
         f"<tbody>\n{lines}\n</tbody></table></div>\n" + f'<ul class="notes">{notes}</ul>' * bool(notes) + "</figure>\n"
     )
 
 
 def _html_row(row: Sequence[Cell]) -> str:
     first, *others = row
-    return f'<th scope="row">{_html_text(first)}</th>' + "".join(map(_html_cell, others))
+    name = re.sub(r"([_,=])", r"\1<wbr>", _html(first)) if isinstance(first, str) else _html_text(first)
+    return f'<th scope="row">{name}</th>' + "".join(map(_html_cell, others))
 
 
 def _html_cell(cell: Cell) -> str:
-    if isinstance(cell, Number):
+    if isinstance(cell, Number) and isfinite(cell.value):
         return f'<td class="num" data-v="{cell.value!r}">{_html_text(cell)}</td>'
-    return f'<td class="{"none" if isinstance(cell, Missing) else "text"}">{_html_text(cell)}</td>'
+    kind = "text" if isinstance(cell, str) else "none"
+    kind += " long" * (len(plain(cell)) > _LONG) + " longer" * (len(plain(cell)) > 3 * _LONG)
+    return f'<td class="{kind}">{_html_text(cell)}</td>'
 
 
 def _html_text(cell: Cell) -> str:

@@ -1,26 +1,24 @@
-"""From runs to files: which tables and figures there are, and what of them stands where on the page."""
+"""From runs to a report: which tables and figures there are, and what of them stands where on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from qevict_bench import figures
 from qevict_bench.report import drawing, memory, scores, sheet
 from qevict_bench.report.drawing import Axis, Drawing
 from qevict_bench.report.entries import Entry, alarm_lines, entries_of
-from qevict_bench.report.groups import Group, apart, grouped
-from qevict_bench.report.memory import GOLD_KL, SCORE, Quality
+from qevict_bench.report.files import Made, folders_in, write
+from qevict_bench.report.groups import Group, apart, commits_of, grouped
+from qevict_bench.report.memory import GOLD_KL, SCORE, Quality, Series
 from qevict_bench.report.page import Drawn, Fold, Section, page
 from qevict_bench.report.paper import Figure as PaperFigure
 from qevict_bench.report.paper import beside, read_figures
 from qevict_bench.report.sheet import Declare
-from qevict_bench.results import write_atomic
 from qevict_bench.runs import Run
-from qevict_bench.tables import FORMATS, Table
+from qevict_bench.tables import Table
 
 Families = Mapping[str, Mapping[str, Sequence[str]]]
 """Task -> family -> subsets."""
@@ -36,14 +34,6 @@ class Options:
     diagnose: str
 
 
-@dataclass
-class Made:
-    """What has been made, by name: for the files."""
-
-    tables: list[Table] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)
-
-
 def build_report(
     runs: Sequence[Run],
     problems: Sequence[str],
@@ -52,10 +42,16 @@ def build_report(
     families: Families,
     declare: Declare,
 ) -> str:
-    """Write all files; a line that says what was written. Raises ValueError for mistakes in `options`."""
+    """Write all files, remove those that only an older report has, and say in a line what was written.
+
+    Raises ValueError for mistakes in `options`.
+    """
+    folders = folders_in(options.output_dir)
     given = read_figures(options.paper)
     diagnosis = _diagnosis(options.diagnose)
-    remark = "Scored again from the stored predictions, with today's scorers." if rescored else ""
+    kept = any(line.partition(" ")[2].startswith("keeps its scores") for line in rescored)
+    but = " Notes names the runs that keep their scores." * kept
+    remark = f"Scored again from the stored predictions, with today's scorers.{but}" if rescored else ""
     groups = [replace(group, remark=remark) for group in grouped(runs, options.allow)]
     names = _unique([group.name for group in groups])
     made, sections, every = Made(), [], []
@@ -64,10 +60,10 @@ def build_report(
         every += entries
         known = families.get(group.first.task, {})
         sections.append(_section(name, group, entries, made, known, given, declare))
-    properties = sheet.properties_table("table1_properties", "What the methods do with tokens", every, declare)
+    properties = sheet.properties_table("table1_properties", "Methods", every, declare)
     if properties.rows:
         made.tables.append(properties)
-        sections.append(Section("methods", "Methods", (properties.notes[0],), [properties], {}, []))
+        sections.append(Section("methods", properties.title, properties.setting, [properties], {}, []))
     if diagnosis:
         about = f"Figures of scripts/diagnose.py in {options.diagnose}."
         sections.append(
@@ -81,7 +77,7 @@ def build_report(
     text = page(
         "qevict-bench: what was measured", list(_about(runs, groups)), sections, {k: v for k, v in notes.items() if v}
     )
-    return _write(options.output_dir, made, text)
+    return write(folders, made, text)
 
 
 def _section(
@@ -94,19 +90,21 @@ def _section(
     declare: Declare,
 ) -> Section:
     scored = any(entry.run.scored for entry in entries)
+    kl = memory.series_of(entries, GOLD_KL)
     beside_full = [
         scores.fidelity(group, f"{name}_fidelity", entries),
-        _drawn(f"{name}_kl", group, entries, GOLD_KL, made),
-        memory.needed_table(group, f"{name}_kl_bytes_needed", entries, GOLD_KL),
-        memory.equal_bytes_table(group, f"{name}_kl_equal_bytes", entries, GOLD_KL),
+        _drawn(f"{name}_kl", group, entries, kl, GOLD_KL, made),
+        memory.needed_table(group, f"{name}_kl_bytes_needed", kl, GOLD_KL),
+        memory.equal_bytes_table(group, f"{name}_kl_equal_bytes", kl, GOLD_KL),
     ]
     shown: list[Table | Drawn | None] = [*beside_full]
     folds: dict[str, list[Table | Drawn | None]] = {}
     if scored:
-        shown = [scores.by_budget(group, name, entries), _drawn(name, group, entries, SCORE, made)]
+        points = memory.series_of(entries, SCORE)
+        shown = [scores.by_budget(group, name, entries), _drawn(name, group, entries, points, SCORE, made)]
         folds["Bytes needed, and scores at equal bytes"] = [
-            memory.needed_table(group, f"{name}_bytes_needed", entries, SCORE),
-            memory.equal_bytes_table(group, f"{name}_equal_bytes", entries, SCORE),
+            memory.needed_table(group, f"{name}_bytes_needed", points, SCORE),
+            memory.equal_bytes_table(group, f"{name}_equal_bytes", points, SCORE),
         ]
         folds["Every run, every subset"] = [
             scores.by_run(group, f"{name}_runs", entries, families),
@@ -114,6 +112,7 @@ def _section(
         ]
         folds["Predictions beside FullKV's"] = beside_full
     folds["Beside the paper"] = [beside(group, f"{name}_paper", entries, given)]
+    folds["Speed and bytes"] = [sheet.efficiency_table(group, f"{name}_efficiency", entries)]
     folds["How the methods were set"] = [sheet.settings_table(group, f"{name}_settings", entries, declare)]
     folds["Where it comes from"] = [sheet.provenance_table(group, f"{name}_provenance", entries)]
     kept = [Fold(title, _kept(content)) for title, content in folds.items() if _kept(content)]
@@ -127,9 +126,10 @@ def _kept(content: Sequence[Table | Drawn | None]) -> list[Table | Drawn]:
     return [each for each in content if each is not None and (not isinstance(each, Table) or each.rows)]
 
 
-def _drawn(name: str, group: Group, entries: Sequence[Entry], quality: Quality, made: Made) -> Drawn | None:
+def _drawn(
+    name: str, group: Group, entries: Sequence[Entry], series: Sequence[Series], quality: Quality, made: Made
+) -> Drawn | None:
     """The curves of a group, kept for the files too; None without a point."""
-    series = memory.series_of(entries, quality)
     if not any(s.published or len(s.points) > 1 for s in series):
         return None  # one budget makes no curve
     lower = quality.lower_is_better
@@ -138,24 +138,22 @@ def _drawn(name: str, group: Group, entries: Sequence[Entry], quality: Quality, 
         lower,
         None if lower else memory.full_value(entries),
     )
-    commits = sorted({entry.run.environment.git_sha[:9] for entry in entries})
-    newest = max(entry.run.written for entry in entries)
-    made_by = f"Commit{'s' * (len(commits) > 1)} {', '.join(commits[:4])}, {newest:%Y-%m-%d}."
-    caption = f"{group.title}. {group.setting[0]} {made_by}"
-    figure = drawing.over_memory([Drawing(s.method, s.published, s.points) for s in series], axis, caption)
+    caption = f"{group.title}. {group.setting[0]} {group.setting[-1]}."
+    curves = [Drawing(s.method, s.published, s.points) for s in series]
+    figure, narrow = (drawing.over_memory(curves, axis, caption, width) for width in (drawing.WIDE, figures.WIDTH))
     made.figures[name] = figure
+    made.titles[name] = f"{group.title}: {axis.label} over bytes"
     best = max(series, key=lambda s: max((-1 if lower else 1) * p.value for p in s.points))
     alt = f"{axis.label} over achieved bytes, {len(series)} methods; best: {best.method}. Numbers: in the tables."
-    return Drawn(drawing.svg(figure).encode(), "svg+xml", alt)
+    return Drawn(drawing.svg(figure).encode(), "svg+xml", alt, drawing.svg(narrow).encode())
 
 
 def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Iterator[str]:
     newest = max(run.written for run in runs)
     models = sorted({run.first.model for run in runs})
-    commits = sorted({run.environment.git_sha[:9] for run in runs})
     yield (
         f"{len(runs)} runs in {len(groups)} table{'s' * (len(groups) != 1)}; models {', '.join(models)}; newest run "
-        f"{newest:%Y-%m-%d %H:%M} UTC; commits {', '.join(commits)}."
+        f"{newest:%Y-%m-%d %H:%M} UTC; {commits_of(runs)}."
     )
     yield (
         "Differences are paired by example, with 95 % intervals. Nothing is bold inside the noise. Memory is what "
@@ -181,20 +179,3 @@ def _unique(names: Sequence[str]) -> list[str]:
         counts[name] = counts.get(name, 0) + 1
         found.append(name if counts[name] == 1 else f"{name}-{counts[name]}")
     return found
-
-
-def _write(output_dir: Path, made: Made, text: str) -> str:
-    folders = {name: output_dir / name for name in ("tables", "figures", "report")}
-    for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
-    for table in made.tables:
-        for ending, written in FORMATS.items():
-            write_atomic(folders["tables"] / f"{table.name}.{ending}", written(table))
-    for name, figure in made.figures.items():
-        figures.save(figure, folders["figures"], name)
-    index = folders["report"] / "index.html"
-    write_atomic(index, text)
-    return (
-        f"{len(made.tables)} tables in {folders['tables']} (md, tex, csv), {len(made.figures)} figures in "
-        f"{folders['figures']} (png, pdf), and {index}"
-    )

@@ -1,8 +1,8 @@
 """Quality over achieved bytes: interpolation between measured budgets, the Pareto front, and their intervals.
 
 A curve is measured at a few budgets on the same examples. Between two of them it is a straight line; beyond the last
-nothing is known, so nothing is said. Intervals: bootstrap over examples (over contexts, where examples share them), the
-same resamples at every budget and for FullKV, m - 1 of a subset's m clusters as in statistics.py.
+nothing is known, so nothing is said. Intervals: the bootstrap of statistics.py, the same resamples at every budget and
+for FullKV.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, nan
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qevict_bench.statistics import Interval
+from qevict_bench.statistics import Interval, bootstraps, macro, macro_interval
 
-# K measured budgets, M clusters, N examples, R resamples
+# K measured budgets, N examples, R resamples
 Floats = NDArray[np.float64]
 
 RESAMPLES = 2000
@@ -54,28 +54,32 @@ def front(points: Sequence[Point], *, lower_is_better: bool = False) -> list[int
     return kept
 
 
-def needed(memory_K: Sequence[float], value_K: Sequence[float], target: float) -> float:
-    """The least memory at which the curve reaches `target`; infinite if it does not at any measured budget.
+def needed(memory_K: Sequence[float], value_RK: Floats, target_R: Floats) -> Floats:
+    """The least memory [R] at which each curve reaches its target; infinite if it does not at any measured budget.
 
     `memory_K` rises. A curve that begins above the target gives its first memory: less was not measured.
     """
-    for at, value in enumerate(value_K):
-        if value >= target:
-            if at == 0 or value == value_K[at - 1]:
-                return memory_K[at]
-            share = (target - value_K[at - 1]) / (value - value_K[at - 1])
-            return memory_K[at - 1] + share * (memory_K[at] - memory_K[at - 1])
-    return inf
+    reached_RK = value_RK >= target_R[:, None]
+    row_R, at_R = np.arange(len(value_RK)), reached_RK.argmax(axis=1)
+    before_R = np.maximum(at_R - 1, 0)
+    below_R, step_R = value_RK[row_R, before_R], value_RK[row_R, at_R] - value_RK[row_R, before_R]
+    share_R = np.divide(target_R - below_R, step_R, out=np.zeros(len(row_R)), where=step_R != 0)
+    from_R, to_R = np.array(memory_K)[before_R], np.array(memory_K)[at_R]
+    return np.where(reached_RK.any(axis=1), from_R + share_R * (to_R - from_R), inf)
 
 
-def value_at(memory_K: Sequence[float], value_K: Sequence[float], memory: float) -> float:
-    """The curve's value at `memory`: as measured if that is EQUAL, nan outside of what was measured."""
+def weights_at(memory_K: Sequence[float], memory: float) -> Floats | None:
+    """Shares [K] of the measured values in the curve's value at `memory`; None outside of what was measured.
+
+    A measured memory that is EQUAL counts whole.
+    """
     near = min(range(len(memory_K)), key=lambda at: abs(memory_K[at] - memory))
+    whole_KK: Floats = np.eye(len(memory_K))
     if abs(memory_K[near] - memory) <= EQUAL * memory:
-        return value_K[near]
+        return np.array(whole_KK[near])
     if not memory_K[0] <= memory <= memory_K[-1]:
-        return nan
-    return float(np.interp(memory, memory_K, value_K))
+        return None
+    return np.array([np.interp(memory, memory_K, whole_K) for whole_K in whole_KK])
 
 
 @dataclass(frozen=True)
@@ -99,37 +103,33 @@ class Curve:
     @cached_property
     def _resampled(self) -> tuple[Floats, Floats]:
         """Macro means of every resample: of the curve [R, K], and of FullKV [R]."""
-        num_K = len(self.memory_K)
-        value_RK, full_R = np.zeros((RESAMPLES, num_K)), np.zeros(RESAMPLES)
-        for index, sample in enumerate(self.samples):
-            sum_JM, size_M = _clusters(np.vstack([sample.value_KN, sample.full_N]), sample.groups)
-            num_M = len(size_M)
-            draws = max(1, num_M - 1)
-            rng = np.random.default_rng((0, index))
-            count_RM = rng.multinomial(draws, np.full(num_M, 1 / num_M), size=RESAMPLES).astype(np.float64)
-            mean_RJ = (count_RM @ sum_JM.T) / (count_RM @ size_M)[:, None]
-            value_RK += mean_RJ[:, :num_K] / len(self.samples)
-            full_R += mean_RJ[:, num_K] / len(self.samples)
-        return value_RK, full_R
+        value_KR = [self._bootstrap([s.value_KN[at] for s in self.samples]) for at in range(len(self.memory_K))]
+        return np.array(value_KR).T, self._bootstrap([sample.full_N for sample in self.samples])
+
+    def _bootstrap(self, strata: Sequence[Floats]) -> Floats:
+        groups = [sample.groups for sample in self.samples]
+        return macro(bootstraps([value_N.tolist() for value_N in strata], groups, resamples=RESAMPLES)).widened_R
 
     def needed_share(self, share: float) -> Interval:
         """Memory needed for `share` of FullKV's value, with its 95 % interval; infinite where it is not reached."""
         value_RK, full_R = self._resampled
-        found_R = [needed(self.memory_K, row, share * top) for row, top in zip(value_RK.tolist(), full_R, strict=True)]
-        return _interval(needed(self.memory_K, self.value_K, share * self.full), np.array(found_R))
+        return self._needed(value_RK, share * self.full, share * full_R)
 
     def needed_value(self, least: float) -> Interval:
         """Memory needed for a value of at least `least`."""
-        found_R = [needed(self.memory_K, row, least) for row in self._resampled[0].tolist()]
-        return _interval(needed(self.memory_K, self.value_K, least), np.array(found_R))
+        return self._needed(self._resampled[0], least, np.full(RESAMPLES, least))
+
+    def _needed(self, value_RK: Floats, target: float, target_R: Floats) -> Interval:
+        [value] = needed(self.memory_K, np.array([self.value_K]), np.array([target]))
+        return _interval(float(value), needed(self.memory_K, value_RK, target_R))
 
     def at(self, memory: float) -> Interval | None:
         """The value at `memory` with its 95 % interval; None outside of what was measured."""
-        value = value_at(self.memory_K, self.value_K, memory)
-        if np.isnan(value):
+        weight_K = weights_at(self.memory_K, memory)
+        if weight_K is None:
             return None
-        found_R = [value_at(self.memory_K, row, memory) for row in self._resampled[0].tolist()]
-        return _interval(value, np.array(found_R))
+        strata = [(weight_K @ sample.value_KN).tolist() for sample in self.samples]
+        return macro_interval(strata, [sample.groups for sample in self.samples], resamples=RESAMPLES)
 
 
 def _interval(value: float, found_R: Floats) -> Interval:
@@ -137,14 +137,3 @@ def _interval(value: float, found_R: Floats) -> Interval:
     ordered_R = np.sort(found_R)
     rank = max(1, int((len(ordered_R) + 1) * 0.025 + 1e-9))
     return Interval(value, float(ordered_R[rank - 1]), float(ordered_R[-rank]))
-
-
-def _clusters(value_JN: Floats, groups: Sequence[str]) -> tuple[Floats, Floats]:
-    """Sums of the values per cluster [J, M], and how many examples each has."""
-    if not any(groups):
-        return value_JN, np.ones(value_JN.shape[1])
-    names = [group or index for index, group in enumerate(groups)]
-    index_of = {name: position for position, name in enumerate(dict.fromkeys(names))}
-    member_N = [index_of[name] for name in names]
-    sum_JM = np.array([np.bincount(member_N, row, minlength=len(index_of)) for row in value_JN])
-    return sum_JM, np.bincount(member_N).astype(np.float64)

@@ -35,11 +35,14 @@ class Axis(NamedTuple):
     """FullKV's value."""
 
 
-def over_memory(curves: Sequence[Drawing], axis: Axis, caption: str) -> Figure:
-    """Values over achieved bytes with the Pareto front of all points; the legend stands beside the data."""
+def over_memory(curves: Sequence[Drawing], axis: Axis, caption: str, width: float = WIDE) -> Figure:
+    """Values over achieved bytes with the Pareto front of all points; the legend stands beside the data, or above it in
+    a figure of less than WIDE inches."""
     named = _named(curves, axis)
     with matplotlib.rc_context(figures.STYLE):
-        figure = figures.page(2.9, f"{caption} {_about(axis, curves, named)}", width=WIDE)
+        handles, labels = _legend(curves, axis, named, 40 if width >= WIDE else 24)
+        height = 2.9 if width >= WIDE else 2.4 + 0.07 * len(labels)
+        figure = figures.page(height, f"{caption} {_about(axis, curves, named)}", width=width)
         ax = figure.subplots()
         for curve in sorted(curves, key=lambda curve: curve.method in named):
             style = named.get(curve.method, {"color": _GREY, "marker": ".", "linestyle": "-", "zorder": 1})
@@ -67,8 +70,10 @@ def over_memory(curves: Sequence[Drawing], axis: Axis, caption: str) -> Figure:
         ax.set_ylim(*_limits([point.value for point in together], axis))
         ax.grid(axis="y", color="#EEEEEE", linewidth=0.5)
         ax.set_axisbelow(True)
-        handles, labels = _legend(curves, axis, named)
-        ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.02), borderpad=0, labelspacing=0.45)
+        if width >= WIDE:
+            ax.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.02), borderpad=0, labelspacing=0.45)
+        else:
+            figure.legend(handles, labels, loc="outside upper center", ncols=2, columnspacing=1.0)
     return figure
 
 
@@ -93,10 +98,11 @@ def _named(curves: Sequence[Drawing], axis: Axis) -> dict[str, dict[str, Any]]:
 
 
 def _legend(
-    curves: Sequence[Drawing], axis: Axis, named: Mapping[str, Mapping[str, Any]]
+    curves: Sequence[Drawing], axis: Axis, named: Mapping[str, Mapping[str, Any]], most: int
 ) -> tuple[list[Line2D], list[str]]:
+    """Names of more than `most` signs are cut."""
     handles = [Line2D([], [], **style) for style in named.values()]
-    labels = list(named)
+    labels = [figures.drawable(name if len(name) <= most else f"{name[: most - 1]}…") for name in named]
     if others := {curve.method for curve in curves} - {*named}:
         handles.append(Line2D([], [], color=_GREY, marker="."))
         labels.append(f"{len(others)} other method{'s' * (len(others) > 1)}")

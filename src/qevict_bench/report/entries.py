@@ -19,6 +19,7 @@ from qevict_bench.tables import Missing
 NOT_RUN = Missing("not run")
 _SHORT = 60
 _PLACES = 2
+_NAMED = 12
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def entries_of(group: Group) -> list[Entry]:
         pairs = pair(rows, rows if run.is_reference else reference.rows if reference else [])
         found = compare(pairs if run.scored and not run.is_reference else {})
         made.append(Entry(run, method, budget, reference, unpaired, pairs, found))
-    made.sort(key=lambda entry: (not entry.is_reference, entry.method, entry.published, -_size(entry.run.first)))
+    made.sort(key=lambda entry: (not entry.is_reference, entry.method, entry.published, -budget_size(entry.run.first)))
     return _ranked(_starred(made))
 
 
@@ -191,7 +192,7 @@ def _names(group: Group) -> list[tuple[str, str]]:
     return names
 
 
-def _size(row: Row) -> float:
+def budget_size(row: Row) -> float:
     """For the order of budgets."""
     if row.budget == "native":
         return 0.0
@@ -242,7 +243,7 @@ def _beats(first: Entry, second: Entry, family: int) -> bool:
 
 def alarm_lines(entries: Sequence[Entry]) -> dict[str, list[str]]:
     """What is doubtful and what to do about it, with "where figures: method at budget, ..." for each that is true."""
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for entry in entries:
         kinds: dict[str, list[str]] = {}
         for alarm in entry.alarms:
@@ -250,15 +251,21 @@ def alarm_lines(entries: Sequence[Entry]) -> dict[str, list[str]]:
         for said, places in kinds.items():
             more = f"; {len(places) - _PLACES} more subsets" if len(places) > _PLACES else ""
             where = f"{'; '.join(places[:_PLACES])}{more}"
-            found.setdefault(said, {}).setdefault(where, []).append(f"{entry.method} at {entry.budget}")
-    with_rows = sum(bool(entry.good) for entry in entries)
+            found.setdefault(said, {}).setdefault(where, {}).setdefault(entry.method, []).append(entry.budget)
+    compared = sum(bool(entry.good) and not entry.is_reference for entry in entries)
     return {
-        said: [
-            f"{where}: {'all runs' if len(names) >= with_rows > 1 else ', '.join(names)}"
-            for where, names in all_of.items()
-        ]
+        said: [f"{where}: {_runs_named(methods, compared)}" for where, methods in all_of.items()]
         for said, all_of in found.items()
     }
+
+
+def _runs_named(methods: Mapping[str, Sequence[str]], compared: int) -> str:
+    """ "method at budget, budget; method at budget", or that it is all of those compared."""
+    if sum(map(len, methods.values())) >= compared > 1:
+        return "all runs"
+    named = [f"{method} at {', '.join(budgets)}" for method, budgets in methods.items()]
+    more = len(named) - _NAMED
+    return "; ".join(named if more <= 1 else [*named[:_NAMED], f"{more} more methods"])
 
 
 def families_of(families: Mapping[str, Sequence[str]], subsets: Sequence[str]) -> dict[str, list[str]]:

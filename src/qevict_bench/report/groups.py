@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from qevict_bench.closing import PAPER_MODELS, WORDINGS
+from qevict_bench.report.commands import shared_command
 from qevict_bench.rows import Row
 from qevict_bench.runs import (
     PROTOCOL,
@@ -52,7 +53,7 @@ class Group:
         row = self.first
         parts = [row.task, *[str(self.context_length)] * bool(self.context_length), row.model]
         parts += [row.protocol] if "protocol" not in self.mixed else []
-        return re.sub(r"[^A-Za-z0-9]+", "_", "_".join(parts)).strip("_").lower()
+        return re.sub(r"[^A-Za-z0-9]+", "_", "_".join(parts)).strip("_").lower()[:100]
 
     @property
     def title(self) -> str:
@@ -93,7 +94,15 @@ class Group:
         sizes = sorted({run.first.batch_size for run in self.runs})
         if len(sizes) > 1:
             lines.append(f"Batch sizes {', '.join(map(str, sizes))}: 16-bit arithmetic may answer differently.")
-        return tuple(lines)
+        newest = max(run.written for run in self.runs)
+        return (*lines, f"{shared_command(self.runs)} ({commits_of(self.runs)}, newest {newest:%Y-%m-%d})")
+
+
+def commits_of(runs: Sequence[Run]) -> str:
+    """ "commit a" or "commits a, b, c, d and 2 more"."""
+    names = sorted({run.environment.git_sha[:9] for run in runs})
+    more = f" and {len(names) - 4} more" * (len(names) > 4)
+    return f"commit{'s' * (len(names) > 1)} {', '.join(names[:4])}{more}"
 
 
 def kind_of(name: str) -> str:
@@ -120,7 +129,7 @@ def differences(first: Run, second: Run) -> list[tuple[str, Difference]]:
 
 
 def grouped(runs: Iterable[Run], allow: Sequence[str]) -> list[Group]:
-    """Runs that may share a table together, the largest groups first.
+    """Runs that may share a table together, those with most examples first, those of split dev last.
 
     Raises ValueError for a word in `allow` that is none of ALLOW.
     """
@@ -128,24 +137,36 @@ def grouped(runs: Iterable[Run], allow: Sequence[str]) -> list[Group]:
         raise ValueError(f"allow={unknown[0]} is unknown; choose some of {', '.join(ALLOW)}")
     found: list[list[Run]] = []
     mixed: list[dict[str, dict[str, None]]] = []
+    # Of each group a member for all conditions there are, and for every code of a method: the others are like these.
+    unlike: list[dict[tuple[str, str], Run]] = []
     for run in runs:
-        for members, kinds in zip(found, mixed, strict=True):
-            between = [each for other in members for each in differences(other, run)]
+        method = repr(run.config["method"])
+        keys = (("", run.conditions), (method, run.environment.code_hash))
+        for members, kinds, known in zip(found, mixed, unlike, strict=True):
+            others = [other for (what, _), other in known.items() if what in ("", method)]
+            between = [each for other in others for each in differences(other, run)]
             if not any(kind == "" for kind, _ in between) and (other := data_difference(members[0].rows, run.rows)):
                 between.append(("", other))
             if all(kind in allow for kind, _ in between):
                 for kind, (name, mine, theirs) in between:
                     kinds.setdefault(kind, {})[f"{name} {' or '.join(sorted(map(str, (mine, theirs))))}"] = None
                 members.append(run)
+                for key in keys:
+                    known.setdefault(key, run)
                 break
         else:
             found.append([run])
             mixed.append({})
+            unlike.append(dict.fromkeys(keys, run))
     groups = [
         Group(tuple(members), {kind: tuple(values) for kind, values in kinds.items()})
         for members, kinds in zip(found, mixed, strict=True)
     ]
-    return _told_apart(sorted(groups, key=lambda group: (-len(group.runs), group.name)))
+    return _told_apart(sorted(groups, key=_order))
+
+
+def _order(group: Group) -> tuple[bool, int, str]:
+    return group.first.split != "test", -sum(len(run.good) for run in group.runs), group.name
 
 
 def _told_apart(groups: Sequence[Group]) -> list[Group]:

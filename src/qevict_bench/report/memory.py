@@ -82,10 +82,10 @@ def full_value(entries: Sequence[Entry]) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def needed_table(group: Group, name: str, entries: Sequence[Entry], quality: Quality) -> Table | None:
+def needed_table(group: Group, name: str, every: Sequence[Series], quality: Quality) -> Table | None:
     """Bytes for SHARE of FullKV's score, or for a KL of at most KL; None without a curve of two points."""
     rows: list[tuple[Cell, ...]] = []
-    for series in series_of(entries, quality):
+    for series in every:
         low, high = series.points[0].memory, series.points[-1].memory
         if series.published or len(series.points) < 2:
             continue
@@ -114,9 +114,8 @@ def needed_table(group: Group, name: str, entries: Sequence[Entry], quality: Qua
     return Table(name, group.title, head, tuple(rows), group.setting, notes, f"bytes needed for {what}")
 
 
-def equal_bytes_table(group: Group, name: str, entries: Sequence[Entry], quality: Quality) -> Table | None:
+def equal_bytes_table(group: Group, name: str, every: Sequence[Series], quality: Quality) -> Table | None:
     """Every method at the same achieved bytes: those of the budgets, and those of methods as published."""
-    every = series_of(entries, quality)
     curves = [series for series in every if not series.published]
     fixed = [series for series in every if series.published]
     grid = _grid(curves, fixed)

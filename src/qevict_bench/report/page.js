@@ -3,7 +3,8 @@ const value = (cell) => {
   if (cell.classList.contains("none")) return null;
   if ("v" in cell.dataset) return Number(cell.dataset.v);
   const text = cell.textContent.trim();
-  return text === "" ? null : text;
+  if (text === "") return null;
+  return Number.isNaN(Number(text)) ? text : Number(text);
 };
 const order = new Intl.Collator("en", { numeric: true }).compare;
 const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : order(String(a), String(b)));

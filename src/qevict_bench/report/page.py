@@ -15,11 +15,12 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as SVG or PNG, and what it shows, for those who cannot see it."""
+    """A figure as SVG or PNG, and what it shows, for those who cannot see it; `narrow`: the same for a phone."""
 
     data: bytes
     kind: str
     alt: str
+    narrow: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,10 @@ def _section(section: Section) -> str:
 def _content(each: Table | Drawn) -> str:
     if isinstance(each, Table):
         return html(each, each.part[:1].upper() + each.part[1:] or "Summary", setting=False)
-    data = b64encode(each.data).decode()
-    return f'<figure class="drawn"><img alt="{_text(each.alt)}" src="data:image/{each.kind};base64,{data}"></figure>\n'
+    wide, narrow = (f"data:image/{each.kind};base64,{b64encode(data).decode()}" for data in (each.data, each.narrow))
+    source = f'<source media="(max-width: 40rem)" srcset="{narrow}">' * bool(each.narrow)
+    picture = f'<picture>{source}<img alt="{_text(each.alt)}" src="{wide}"></picture>'
+    return f'<figure class="drawn">{picture}</figure>\n'
 
 
 def _fold(title: str, content: str, aside: str) -> str:

@@ -107,7 +107,7 @@ def beside(group: Group, name: str, entries: Sequence[Entry], figures: Sequence[
         "A difference is given only where model, context, budget, protocol, prompt source and n are the same. "
         f"~: derived from the text. {_UNSAID}: the main text does not say it, so it cannot be the same."
     )
-    return Table(name, group.title, head, tuple(rows), (), (how, *notes), f"beside the paper ({SOURCE})")
+    return Table(name, group.title, head, tuple(rows), group.setting, (how, *notes), f"beside the paper ({SOURCE})")
 
 
 def _here(entry: Entry, subset: str) -> Cell:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from qevict_bench.alarms import NAMED
 from qevict_bench.comparison import MIN_DIFFERING
-from qevict_bench.report.entries import NOT_RUN, Entry, families_of, why
+from qevict_bench.report.entries import NOT_RUN, Entry, budget_size, families_of, why
 from qevict_bench.report.groups import Group
 from qevict_bench.rows import Row
 from qevict_bench.statistics import ALPHA, Interval, macro_interval
@@ -61,7 +61,10 @@ def memory_cell(entry: Entry) -> Cell:
 def by_budget(group: Group, name: str, entries: Sequence[Entry]) -> Table:
     """The summary: methods against budgets. What does not match its budget is not put beside those that do."""
     others = [entry for entry in entries if not entry.is_reference]
-    budgets = list(dict.fromkeys(e.budget for e in sorted(others, key=lambda e: (e.published, -float(_order(e))))))
+    budgets = list(
+        dict.fromkeys(e.budget for e in sorted(others, key=lambda e: (e.published, -budget_size(e.run.first))))
+    )
+    budgets = budgets or list(dict.fromkeys(entry.budget for entry in entries))
     methods = dict.fromkeys(entry.method for entry in others)
     known = {(entry.method, entry.budget): entry for entry in others}
 
@@ -75,14 +78,15 @@ def by_budget(group: Group, name: str, entries: Sequence[Entry]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for entry in entries:
         if entry.is_reference:
-            cells = (score_cell(entry), "", memory_cell(entry)) if budgets else ()
-            rows.append((entry.method, *cells * len(budgets)))
+            rows.append((entry.method, *(score_cell(entry), "", memory_cell(entry)) * len(budgets)))
     for method in sorted(methods, key=best, reverse=True):
         line: list[Cell] = [method]
         for budget in budgets:
             line += _at(known.get((method, budget)))
         rows.append(tuple(line))
-    notes = ("score: points, macro over subsets; − FullKV: paired difference with its 95 % interval.", _MEMORY, _STAR)
+    how = "By budget, as a share of FullKV's bytes (1024t: tokens per head; native: the authors' own size). "
+    how += "score: points, macro over subsets; − FullKV: paired difference with its 95 % interval."
+    notes = (how, _MEMORY, _STAR)
     return Table(name, group.title, tuple(columns), tuple(rows), group.setting, (*notes, _BEST))
 
 
@@ -203,8 +207,3 @@ def _family(entry: Entry, members: Sequence[str]) -> Cell:
         shown = why([row for row in entry.rows if row.subset == missing[0]])
         return Missing(shown.reason if len(missing) == len(members) else f"{', '.join(missing[:NAMED])} {shown.reason}")
     return Number(fmean(entry.subset_score(subset) for subset in members))
-
-
-def _order(entry: Entry) -> str:
-    whole, _, part = entry.run.first.budget.rstrip("t").partition("/")
-    return "0" if whole == "native" else str(float(whole) / float(part or 1))

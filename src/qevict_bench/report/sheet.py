@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from qevict_bench.closing import PAPER_MODELS
+from qevict_bench.report.commands import command_of
 from qevict_bench.report.entries import Entry
 from qevict_bench.report.groups import Group
-from qevict_bench.runs import Run
-from qevict_bench.settings import STREAMS
 from qevict_bench.tables import Cell, Missing, Number, Table
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -92,10 +90,39 @@ def properties_table(name: str, title: str, entries: Sequence[Entry], declare: D
         rows.append((method, "yes" if evicted else "none seen", low, window, back, str(len(rows_of))))
     head = ("method", "selective eviction", "low-bit retention", "window routing", "dynamic recovery", "examples")
     notes = (
-        "low-bit retention, window routing: declared by the method. Selective eviction, dynamic recovery (a unit comes "
-        "back to a better tier): seen or not in the runs of this report.",
+        "low-bit retention (tiers below full precision), window routing (tokens that change tier together): declared "
+        "by the method. Selective eviction, dynamic recovery (a unit comes back to a better tier): seen or not in "
+        "these runs.",
     )
-    return Table(name, title, head, tuple(rows), (), notes)
+    models = sorted({entry.run.first.model for members in found.values() for entry in members})
+    newest = max((entry.run.written for members in found.values() for entry in members), default=None)
+    setting = (f"From runs of {', '.join(models)}, newest {newest:%Y-%m-%d}.",) if newest else ()
+    return Table(name, title, head, tuple(rows), setting, notes, "what they do with tokens")
+
+
+def efficiency_table(group: Group, name: str, entries: Sequence[Entry]) -> Table:
+    """Seconds and bytes of every run (the paper's Table 4)."""
+    rows: list[tuple[Cell, ...]] = []
+    for entry in entries:
+        good = entry.good
+        if not good:
+            continue
+        row, further = entry.run.first, sum(max(0, row.new_tokens - 1) for row in good)
+        cells: list[Cell] = [entry.method, entry.budget, str(row.batch_size), str(len(good))]
+        cells += [Number(fmean(row.prompt_tokens for row in good), 0), Number(fmean(row.new_tokens for row in good), 0)]
+        cells.append(Number(fmean(row.ttft_s for row in good), 3))
+        cells.append(Number(1000 * sum(row.decode_s for row in good) / further, 1) if further else Missing("no token"))
+        sizes = [[(row.bytes or {}).get(kind, 0.0) for row in good] for kind in ("peak", "workspace", "host")]
+        cells += [Number(fmean(values) / 2**20, 2) for values in sizes]
+        rows.append((*cells, f"{row.device}: {entry.run.environment.device_name}"))
+    head = ("method", "budget", "batch", "n", "prompt tokens", "new tokens", "first token, s", "further token, ms")
+    sizes_head = ("peak cache, MiB", "workspace, MiB", "host, MiB", "machine")
+    notes = (
+        "Means per example, a batch's time and memory divided by its examples; time with whatever else the machine "
+        "did. peak cache: most bytes held while decoding; workspace: dequantized copies and buffered queries, not "
+        "counted in the budget; host: exact copies outside of the device.",
+    )
+    return Table(name, group.title, (*head, *sizes_head), tuple(rows), group.setting, notes, "speed and bytes")
 
 
 def provenance_table(group: Group, name: str, entries: Sequence[Entry]) -> Table:
@@ -113,7 +140,7 @@ def provenance_table(group: Group, name: str, entries: Sequence[Entry]) -> Table
             versions,
             f"{run.first.device}: {found.device_name}",
         )
-        rows.append((*cells, _speed(entry), command_of(run)))
+        rows.append((*cells, command_of(run)))
     head = (
         "run",
         "method",
@@ -124,52 +151,10 @@ def provenance_table(group: Group, name: str, entries: Sequence[Entry]) -> Table
         "written",
         "versions",
         "machine",
-        "s / example",
         "command",
     )
-    notes = ("s / example: mean seconds per example on that machine, other load included.",)
-    return Table(name, group.title, head, tuple(rows), (), notes, "where it comes from")
-
-
-def command_of(run: Run) -> str:
-    """The command that makes this run, as far as its configuration tells."""
-    row, config = run.first, run.config
-    model, task = config["model"], config["task"]
-    parts = [f"method={row.method}", *(f"method.{text}" for text in row.variant.split(",") if text)]
-    hub = isinstance(model, dict) and model.get("source") in ("hub", "local") and row.model not in PAPER_MODELS
-    field = "id" if hub and model["source"] == "hub" else "path"
-    parts += [f"model={model['source']}", f"model.{field}={model[field]}"] if hub else [f"model={row.model}"]
-    parts.append(f"task={row.task}")
-    if isinstance(task, dict):
-        parts += [f"task.{name}={_value(value)}" for name, value in task.items() if name != "_target_"]
-    parts.append(f"budget={row.budget}")
-    usual = {
-        "basis": "sequence",
-        "enforce": "always",
-        "small_budget": "clamp",
-        "first_token": "compressed",
-        "split": "test",
-        "protocol": "query_aware",
-        "seed": 0,
-    }
-    parts += [f"{name}={getattr(row, name)}" for name, value in usual.items() if getattr(row, name) != value]
-    at = {"mode": "reset", "answer_prefix_at": "in_prompt", "instruction_at": "context"}
-    parts += [f"protocol.{name}={getattr(row, name)}" for name, value in at.items() if getattr(row, name) != value]
-    metrics = config.get("metrics")
-    measured = any(row.fidelity for row in run.rows) or not run.is_reference  # its config.yaml is of the run it is for
-    if isinstance(metrics, dict) and metrics.get("fidelity") and measured:
-        parts += ["metrics.fidelity=true"]
-        parts += [f"metrics.fidelity_tokens={n}" for n in [metrics.get("fidelity_tokens", 48)] if n != 48]
-        streams = metrics.get("fidelity_streams", STREAMS)
-        parts += [f"metrics.fidelity_streams=[{','.join(streams)}]"] if set(streams) != set(STREAMS) else []
-    parts += [f"limit={config.get('limit')}", f"batch_size={row.batch_size}"]
-    return "python run.py " + shlex.join(parts)
-
-
-def _speed(entry: Entry) -> Cell:
-    if not entry.good:
-        return Missing("")
-    return Number(sum(row.ttft_s + row.decode_s for row in entry.good) / len(entry.good), 2)
+    notes = ("written: when the newest of a run's files was.",)
+    return Table(name, group.title, head, tuple(rows), group.setting, notes, "where it comes from")
 
 
 def _fitted(entry: Entry, values: Mapping[str, object]) -> str:
@@ -188,10 +173,3 @@ def _fitted(entry: Entry, values: Mapping[str, object]) -> str:
 
 def _shown(value: object) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
-def _value(value: object) -> str:
-    """As Hydra reads it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_value, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
