@@ -254,7 +254,9 @@ def test_relative8_reference_and_clamping() -> None:
     outside = torch.tensor([-9.0, -1.0, 0.0, 9.0]).view(1, 4, 1).expand(-1, -1, 4)
     code = codec.encode(outside, (step, low))
     assert (code.group[0].tolist(), code.group[1].tolist()) == ([[255] * 4], [[0] * 4])
-    assert codec.decode(*code, (step, low), torch.float32)[0, [0, 3], 0].tolist() == pytest.approx([-1.0, 255 * 2 / 254.5 - 1])
+    assert codec.decode(*code, (step, low), torch.float32)[0, [0, 3], 0].tolist() == pytest.approx(
+        [-1.0, 255 * 2 / 254.5 - 1]
+    )
 
 
 @settings(deadline=None, max_examples=100)
