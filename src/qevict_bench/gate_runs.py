@@ -32,6 +32,8 @@ NEW = sum(LONG) + QUESTION
 EVERYTHING = Budget("1.0")
 LADDER = ("0.25", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 """Budgets to try where the one asked for is too small."""
+ROOMY = ("0.3", "0.5")
+"""Budgets to try where too little is kept in full precision for a promotion."""
 
 Units = set[tuple[int, int, int, int]]
 After = Callable[[Sequence[int], Tensor], None]
@@ -111,6 +113,17 @@ class Runs:
             return self.watched(self.budget, LONG)
         except Exception as error:  # raised again by `observed`, and recorded there
             return error
+
+    @property
+    def promoting(self) -> tuple[Run, Witness]:
+        """The watched run, or one with a larger budget if nothing is promoted before that."""
+        found = self.observed
+        for spec in ROOMY:
+            if found[0].session.trace[0].promotions or self.budget.native or self.budget.spec.endswith("t"):
+                break
+            if float(spec) > float(self.budget.spec):
+                found = self.watched(replace(self.budget, spec=spec), LONG)
+        return found
 
     def open(self, policy: KVPolicy, budget: Budget, *prompts: list[int]) -> KVSession:
         names = ["prompt" if prompt is self.prompt else "other" for prompt in prompts]

@@ -155,10 +155,10 @@ def low_bit_values(runs: Runs) -> Finding:
 
 
 def promotion(runs: Runs) -> Finding:
-    run, witness = runs.observed
-    promoted, error, limit = run.session.trace[0].promotions, witness.dense.restored.promoted, SLACK[runs.dtype]
     if len(runs.fitted.tiers) == 1 or runs.fitted.restore == "none":
         return NOT_APPLICABLE, math.nan, "the method promotes nothing"
+    run, witness = runs.promoting
+    promoted, error, limit = run.session.trace[0].promotions, witness.dense.restored.promoted, SLACK[runs.dtype]
     if not promoted:
         return _vacuous("nothing was promoted", run)
     what = "the exact copy" if runs.fitted.restore == "host" else "what their codes gave"
