@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -365,3 +365,17 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, prediction: str, example: Example) -> dict[str, float]:
         """All metrics by name, the headline metric included."""
+
+
+def check_source(task: Task, chosen: str, needs: Mapping[str, str]) -> None:
+    """Raise ValueError unless the source `chosen` is a key of `needs`, which names the field each source reads ("" for
+    none), and of these fields the task has set the chosen source's and no other.
+    """
+    if chosen not in needs:
+        raise ValueError(f"source={chosen!r} is unknown; use one of {', '.join(needs)}")
+    for source, field in needs.items():
+        value = getattr(task, field) if field else ""
+        if field and chosen == source and not value:
+            raise ValueError(f"{field} is empty, but source={source} needs it; set task.{field}")
+        if value and chosen != source:
+            raise ValueError(f"{field}={value!r} is not used with source={chosen}; set task.source={source}")

@@ -24,7 +24,7 @@ from random import Random
 from typing import ClassVar
 
 from qevict_bench.metrics import GSM8K_INVALID, gsm8k_flexible, gsm8k_match, gsm8k_strict
-from qevict_bench.task import Example, Prompter, Task
+from qevict_bench.task import Example, Prompter, Task, check_source
 from tasks.gsm8k import fixture, hub
 from tasks.gsm8k.problems import Data, Problem, asked, last_sentence, read
 
@@ -54,14 +54,7 @@ class Gsm8k(Task):
     """The metric that is the score: "flexible" (the last number) or "strict" (the number after "#### ")."""
 
     def __post_init__(self) -> None:
-        if self.source not in _FIELDS:
-            raise ValueError(f"source={self.source!r} is unknown; use one of {', '.join(_FIELDS)}")
-        for source, field in _FIELDS.items():
-            value = getattr(self, field) if field else ""
-            if field and self.source == source and not value:
-                raise ValueError(f"{field} is empty, but source={source} needs it; set task.{field}")
-            if value and self.source != source:
-                raise ValueError(f"{field}={value!r} is not used with source={self.source}; set task.source={source}")
+        check_source(self, self.source, _FIELDS)
         for field, least in (("shots", 0), ("max_new_tokens", 1)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)} is too small; use {least} or more")

@@ -27,7 +27,7 @@ from itertools import islice
 from typing import ClassVar
 
 from qevict_bench import longbench_metrics as metrics
-from qevict_bench.task import Ending, Example, Prompter, Task
+from qevict_bench.task import Ending, Example, Prompter, Task, check_source
 from tasks.longbench.cut import fitted
 from tasks.longbench.prompts import Prompts
 from tasks.longbench.sources import NEEDS, Source
@@ -66,19 +66,12 @@ class LongBench(Task):
     """Most tokens of the bare prompt, without template and answer; 0 = as many as the model can take, never more."""
 
     def __post_init__(self) -> None:
-        if self.source not in NEEDS:
-            raise ValueError(f"source={self.source!r} is unknown; use one of {', '.join(NEEDS)}")
+        check_source(self, self.source, NEEDS)
         if self.preset not in PRESETS:
             raise ValueError(f"preset={self.preset!r} is unknown; use one of {', '.join(PRESETS)}")
         if isinstance(self.subsets, str):
             raise ValueError(f"subsets={self.subsets!r} is a string; write a list: [{self.subsets}]")
         object.__setattr__(self, "subsets", expanded(tuple(self.subsets)) or PRESETS[self.preset])
-        for source, field in NEEDS.items():
-            value = getattr(self, field) if field else ""
-            if field and self.source == source and not value:
-                raise ValueError(f"{field} is empty, but source={source} needs it; set task.{field}")
-            if value and self.source != source:
-                raise ValueError(f"{field}={value!r} is not used with source={self.source}; set task.source={source}")
         if self.source == "own" and any(parts(subset)[2] for subset in self.subsets):
             raise ValueError("source=own has no items of LongBench-E; use source=local or hub")
         if self.max_length < 0 or self.max_length == 1:

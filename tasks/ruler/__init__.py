@@ -20,7 +20,7 @@ from random import Random
 from typing import ClassVar
 
 from qevict_bench.metrics import string_match_all, string_match_part
-from qevict_bench.task import Example, Prompter, Task
+from qevict_bench.task import Example, Prompter, Task, check_source
 from tasks.ruler import hub, official
 from tasks.ruler.generate import Generator
 from tasks.ruler.lengths import Lengths
@@ -56,8 +56,7 @@ class Ruler(Task):
     generated articles, or the files in the checkout of RULER."""
 
     def __post_init__(self) -> None:
-        if self.source not in _FOLDERS:
-            raise ValueError(f"source={self.source!r} is unknown; use one of {', '.join(_FOLDERS)}")
+        check_source(self, self.source, _FOLDERS)
         if isinstance(self.subsets, str):
             raise ValueError(f"subsets={self.subsets!r} is a string; write a list: [{self.subsets}]")
         object.__setattr__(self, "subsets", tuple(self.subsets))
@@ -72,12 +71,6 @@ class Ruler(Task):
         low, high = _LENGTHS
         if not low <= self.context_length <= high:
             raise ValueError(f"context_length={self.context_length} is out of range; use {low} to {high} tokens")
-        for source, field in _FOLDERS.items():
-            value = getattr(self, field) if field else ""
-            if field and self.source == source and not value:
-                raise ValueError(f"{field} is empty, but source={source} needs it; set task.{field}")
-            if value and self.source != source:
-                raise ValueError(f"{field}={value!r} is not used with source={self.source}; set task.source={source}")
         if self.qa_data_dir and self.source not in _OWN:
             raise ValueError(f"qa_data_dir={self.qa_data_dir!r} is not used with source={self.source}; leave it out")
 
