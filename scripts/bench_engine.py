@@ -154,7 +154,8 @@ class Event:
     """The layer of case c (see above)."""
 
     def __init__(self, budget: str, slots: int) -> None:
-        self.policy, self.geometry, self.budget = configured("method", "qevict"), Geometry(1, 8, 4, 128, 2), budget
+        self.policy = configured("method", "qevict", window=8, q=0.7, key_params="window")
+        self.geometry, self.budget = Geometry(1, 8, 4, 128, 2), budget
         config = LlamaConfig(hidden_size=4096, num_attention_heads=32, max_position_embeddings=131072)
         rope = Rope(LlamaRotaryEmbedding(config), ["full_attention"], ["default"])
         self.rng, like = torch.Generator().manual_seed(0), torch.empty((0, 128), dtype=torch.bfloat16)

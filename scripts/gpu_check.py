@@ -149,9 +149,9 @@ def held_bytes(live: KVSession) -> int:
 
 
 POLICIES: dict[str, KVPolicy] = {
-    "qevict": QEvict(sink=4, recent=16, observation=16),
+    "qevict": QEvict(sink=4, recent=16, observation=16, window=8, q=0.7),
     "qevict per head": QEvict(
-        sink=4, recent=16, observation=16, key_params="group:4", head_scope="kv_head", q=0.4, decay=0.25
+        sink=4, recent=16, observation=16, window=8, key_params="group:4", head_scope="kv_head", q=0.4, decay=0.25
     ),
     "snapkv": SnapKV(window=16),
     "streaming_llm": StreamingLLM(),
