@@ -166,20 +166,25 @@ def _begin(path: Path, config: str, environment: Environment, restart: str) -> t
             write_atomic(path / "config.yaml", config)
             write_atomic(path / "env.json", json.dumps(environment.to_json(), indent=1) + "\n")
         stream = FileIO(path / "rows.jsonl", "ab")
-        if stream.tell() > whole:
-            log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
-            stream.truncate(whole)
-        dead = gone(path)  # first: they write nothing after their rows have been read
-        others = unmerged(path, rows)
-        lengthen(stream, map(row_line, others))
+        try:
+            if stream.tell() > whole:
+                log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
+                stream.truncate(whole)
+            dead = gone(path)  # first: they write nothing after their rows have been read
+            others = unmerged(path, rows)
+            lengthen(stream, map(row_line, others))
+        except BaseException:
+            stream.close()
+            raise
         rows.update((row.example_id, row) for row in others)
         sweep_up(path, dead)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     return rows, stream
 
 
-def _unwritable(path: Path, error: OSError) -> ValueError:
+def unwritable(path: Path, error: OSError) -> ValueError:
+    """What to raise if the run's folder `path` cannot be written."""
     return ValueError(f"results_dir={path.parent} cannot be written ({error.strerror}); choose a writable folder")
 
 
@@ -239,7 +244,7 @@ def _acquire(path: Path, wait: Callable[[str], None] | None, beside: bool) -> Le
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(path, error) from None
+            raise unwritable(path, error) from None
         try:
             lease = acquire(path)
             if beside or not (others := living(path)):
@@ -251,7 +256,7 @@ def _acquire(path: Path, wait: Callable[[str], None] | None, beside: bool) -> Le
         except OSError as error:
             with suppress(OSError):  # it is not empty
                 path.rmdir()
-            raise _unwritable(path, error) from None
+            raise unwritable(path, error) from None
         except Held as held:
             if wait is None:
                 raise ValueError(

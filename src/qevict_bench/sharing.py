@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from qevict_bench.environment import Environment
 from qevict_bench.leases import Held, Lease, LeaseLost, acquire, look_closely
-from qevict_bench.results import RunFailed, RunFolder, open_run
+from qevict_bench.results import RunFailed, RunFolder, open_run, unwritable
 from qevict_bench.rowfiles import Damaged, lengthen
 from qevict_bench.rows import Row
 from qevict_bench.workers import CLAIMS, MERGED, WORKERS, Claimed, Tail, claimed_line, folders, living
@@ -49,9 +49,18 @@ class SharedFolder(RunFolder):
     def _part(self) -> tuple[FileIO, Lease]:
         """A new folder for this process's rows, and the lease that shows that it is alive."""
         own = self.path / WORKERS / secrets.token_hex(6)
-        own.mkdir(parents=True)
+        try:
+            own.mkdir(parents=True)
+            stream = FileIO(own / "rows.jsonl", "ab")
+            try:
+                lease = acquire(own, locks=False)
+            except OSError:
+                stream.close()
+                raise
+        except OSError as error:
+            raise unwritable(self.path, error) from None
         self._name = own.name
-        return FileIO(own / "rows.jsonl", "ab"), acquire(own, locks=False)
+        return stream, lease
 
     def _leave(self) -> None:
         self._stream.close()
