@@ -5,28 +5,50 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kill import KILLS, ROOT, rows_of
+from test_kill import KILLS, rows_of
+
+import run as cli
 
 CELLS = 24
 COMMAND = [
-    *("-m", "model=tiny", "model.dtype=bfloat16", "task=ruler", "task.context_length=1536", "batch_size=2", "limit=6"),
+    *("-m", "model=tiny", "model.dtype=bfloat16", "task=ruler", "task.context_length=1536", "batch_size=1", "limit=2"),
     *("task.subsets=[niah_single_1,niah_multivalue]", "method=snapkv,h2o,streaming_llm,tova,qevict,qevict_paper"),
     "budget=0.4,0.3,0.25,0.2",
 ]
 
 
-def start(results_dir: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "run.py"), *COMMAND, f"results_dir={results_dir}"]
-    with open(results_dir.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(command, cwd=results_dir.parent, env=environment, stdout=log, stderr=log)
+class Child:
+    """A process that carries out the sweep; it begins with all imports done."""
+
+    def __init__(self, results_dir: Path) -> None:
+        self.pid, self.results_dir = os.fork(), results_dir
+        if not self.pid:
+            code = 1
+            try:
+                os.chdir(results_dir.parent)
+                log = os.open(results_dir.with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+                for stream in (1, 2):
+                    os.dup2(log, stream)
+                sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+                code = cli.command_line([*COMMAND, f"results_dir={results_dir}"])
+            finally:
+                os._exit(code)
+
+    def running(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def log(self) -> str:
+        return self.results_dir.with_suffix(".log").read_text()
 
 
 def num_rows(results_dir: Path) -> int:
@@ -35,10 +57,10 @@ def num_rows(results_dir: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in files if path.exists())
 
 
-def wait_for_work(results_dir: Path, child: subprocess.Popen[bytes]) -> None:
-    """Until `child` takes part in a run (its lease names it), or has ended."""
+def wait_for_work(child: Child) -> None:
+    """Until the process takes part in a run (its lease names it), or has ended."""
     pid = f'"pid": {child.pid},'
-    while child.poll() is None and not any(pid in text(path) for path in results_dir.glob("*/workers/*/lease.*")):
+    while child.running() and not any(pid in text(path) for path in child.results_dir.glob("*/workers/*/lease.*")):
         time.sleep(0.01)
 
 
@@ -59,26 +81,26 @@ def sorted_rows(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
 def test_twenty_kills_leave_the_rows_of_an_undisturbed_sweep(tmp_path: Path) -> None:
     calm, stormy = tmp_path / "calm", tmp_path / "stormy"
     begun = time.monotonic()
-    child = start(calm)
-    wait_for_work(calm, child)
-    loading_s = time.monotonic() - begun
-    assert child.wait() == 0, calm.with_suffix(".log").read_text()
-    work_s = time.monotonic() - begun - loading_s
+    child = Child(calm)
+    wait_for_work(child)
+    planning_s = time.monotonic() - begun
+    assert child.wait() == 0, child.log
+    work_s = time.monotonic() - begun - planning_s
     seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}, undisturbed {work_s:.1f} s of work after {loading_s:.1f} s")
+    print(f"seed {seed}, undisturbed {work_s:.1f} s of work after {planning_s:.1f} s")
     draws = random.Random(seed)
     for number in range(KILLS):
-        child = start(stormy)
-        if draws.random() < 0.9:  # else at any moment, imports included
-            wait_for_work(stormy, child)
+        child = Child(stormy)
+        if draws.random() < 0.9:  # else while the cells are planned
+            wait_for_work(child)
         left_s = work_s * (1 - num_rows(stormy) / num_rows(calm))
         time.sleep(draws.uniform(0, left_s * 1.5 / (KILLS + 3 - number)))
-        assert child.poll() is None, stormy.with_suffix(".log").read_text()
-        child.send_signal(signal.SIGKILL)
+        assert child.running(), child.log
+        os.kill(child.pid, signal.SIGKILL)
         child.wait()
         print(f"kill {number + 1}: {num_rows(stormy)} of {num_rows(calm)} rows")
-    child = start(stormy)
-    assert child.wait() == 0, stormy.with_suffix(".log").read_text()
+    child = Child(stormy)
+    assert child.wait() == 0, child.log
     expected, found = sorted_rows(calm), sorted_rows(stormy)
     assert len(expected) == CELLS + 1  # with FullKV's
     assert found == expected  # no example twice

@@ -296,6 +296,25 @@ def test_local_processes_carry_out_a_sweep_together(sweep: Call, monkeypatch: py
     assert sorted(path.name for path in folder.iterdir()) == ["worker-0.log", "worker-1.log"]
 
 
+def test_a_dry_run_says_what_a_sweep_takes_and_runs_nothing(sweep: Call, answered: list[str]) -> None:
+    code, out, err = sweep("budget=0.4,0.001", "small_budget=refuse", "limit=3", "sweep.dry_run=true")
+    assert code == 0, err
+    assert answered == []
+    assert not Path("runs").exists()
+    table = {line.split("  ")[0]: line.split() for line in out}
+    assert re.search(r"infeasible: niah_single_1: .*nearest feasible fraction is 0\.\d+", " ".join(out))
+    examples, tokens, cache, prefill = table["method=snapkv budget=0.4"][2:6]
+    assert (examples, table["3 runs" if "3 runs" in table else "5 runs"][2]) == ("3", "9")
+    assert int(tokens.replace(",", "")) > 3 * 1000
+    assert 0.35 < float(cache.removesuffix("MiB")) / float(prefill.removesuffix("MiB")) < 0.45
+    assert out[-2] == "3 runs without a time: no earlier run in results_dir is like them."
+    assert sweep("budget=0.4", "method=snapkv")[0] == 0
+    code, out, _ = sweep("budget=0.4,0.3", "method=snapkv", "sweep.dry_run=true")
+    assert [re.split(r"\s{2,}", line)[1] for line in out[1:-1]] == ["0", "1", "0", "1"]
+    assert "unknown" not in " ".join(out)
+    assert len(answered) == 2
+
+
 def test_labels_are_what_tells_cells_apart() -> None:
     assert labels([["a=1", "++b=2"], ["a=1", "++b=3"]]) == ["b=2", "b=3"]
     assert labels([["a=1", "b=2"]]) == ["a=1 b=2"]

@@ -24,6 +24,7 @@ READ_ROWS = (
     "alarms",
     "closing",
     "comparison",
+    "forecast",
     "inspection",
     "local_workers",
     "progress",

@@ -214,7 +214,8 @@ def make_plan(cfg: DictConfig, kept: Kept | None = None) -> Plan:
     def job(
         name: str, policy: KVPolicy, variant: str, budget: Budget, node: DictConfig, measured: Metrics = _UNMEASURED
     ) -> Job:
-        environment = Environment.current(model.device, type(policy), type(task))
+        origin = model.device, type(policy), type(task)
+        environment = kept.fact(origin, lambda: Environment.current(*origin))
         row = Row(
             run_id="",
             model=model.name,

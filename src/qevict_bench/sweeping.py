@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from qevict_bench import local_workers
 from qevict_bench.closing import last_line
 from qevict_bench.environment import Environment
+from qevict_bench.forecast import forecasts, render
 from qevict_bench.inspection import inspect
 from qevict_bench.kept import Kept
 from qevict_bench.leases import Held
@@ -72,6 +73,12 @@ class Sweeping:
         results_dir = plans[0].settings.results_dir
         cells = [replace(p.cell, label=x) for p, x in zip(self._planned, self._labels(), strict=True)]
         planned = [Planned(cell, plan) for cell, (_, plan) in zip(cells, self._planned, strict=True)]
+        if self._options.dry_run:
+            for cell in (cell for cell in cells if cell.problem):
+                print(f"{cell.label} cannot be run: {cell.problem}")
+            named = {plan.job.run_id: (cell.label, plan) for cell, plan in planned if plan is not None}
+            print(render(list(forecasts(named.values(), self._kept))), flush=True)
+            return
         if local_workers.IS_ONE:
             self._work(results_dir, planned)
             return
