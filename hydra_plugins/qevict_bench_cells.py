@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -14,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+_ROOT = Path(__file__).parents[1]
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +57,8 @@ class CellSweeper(BasicSweeper):
         assert self.launcher is not None
         assert self.config is not None
         Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        given = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), str(_ROOT / "src"), *given])  # jobs import all of ours
         size = self.max_batch_size or max(len(cells), 1)
         for start in range(0, len(cells), size):
             try:
