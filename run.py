@@ -62,7 +62,7 @@ def command_line(arguments: list[str], job: Callable[[], None] = main) -> int:
     allow_any_sign()
     for text in arguments:
         if label := re.match(
-            r"\+*((?:method|reference|model|protocol|profile|task|tracker)\.(?:name|_target_))=", text
+            r"\+*((?:method|reference|model|protocol|profile|task|tracker|launcher)\.(?:name|_target_))=", text
         ):
             return report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
         if problem := _syntax(text):

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm() -> Iterator[dict[str, str]]:
     """The environment in which Slurm's commands find it."""
     if missing := [
         name for name in ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd") if not shutil.which(name)
@@ -67,12 +68,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         pytest.skip(f"{missing[0]} is not installed: see .ci/run")
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("hydra-submitit-launcher is not installed: pip install -e '.[slurm]'")
-    folder = tmp_path_factory.mktemp("slurm")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # munged wants to get there through folders that all may enter
     environment = {**os.environ, "D": str(folder), "SLURM_CONF": str(folder / "etc" / "slurm.conf")}
     environment["OMP_NUM_THREADS"] = "1"
     subprocess.run([str(ROOT / "tests" / "slurm" / "up.sh")], env=environment, check=True)
     yield environment
-    subprocess.run([str(ROOT / "tests" / "slurm" / "down.sh")], env=environment, check=True)
+    subprocess.run([str(ROOT / "tests" / "slurm" / "down.sh")], env=environment, check=False)
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -175,6 +175,8 @@ def test_a_cell_that_no_run_can_be_made_of_fails_alone(sweep: Call, show: Callab
         (("results_dir=/proc/runs",), "results_dir=/proc/runs cannot be written"),
         (("launcher=local_gpus",), "launcher=local_gpus: torch sees no GPU here; launcher.workers=N"),
         (("launcher=local_gpus", "launcher.workers=-1"), "launcher.workers=-1 is no number of processes"),
+        (("launcher=local_gpus", "resume=restart"), "resume=restart with launcher=local_gpus"),
+        (("launcher.name=slurm",), "launcher.name is a label, not a setting"),
     ],
 )
 def test_a_mistake_in_all_cells_is_one_line(

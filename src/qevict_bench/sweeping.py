@@ -79,14 +79,18 @@ class Sweeping:
             named = {plan.job.run_id: (cell.label, plan) for cell, plan in planned if plan is not None}
             print(render(list(forecasts(named.values(), self._kept))), flush=True)
             return
+        if self._options.only == "failed":
+            planned = [p for p in planned if stand(results_dir, p.cell).kind in FAILED]
         if local_workers.IS_ONE:
             self._work(results_dir, planned)
             return
+        if self._launcher["name"] == "local_gpus" and plans[0].settings.resume == "restart":
+            raise ValueError(
+                "resume=restart with launcher=local_gpus: one process would set aside what another one does"
+            )
         wanted = {cell.run_id or cell.label: cell for cell in reversed(cells)}
         sweep = Sweep(self._arguments, os.getcwd(), tuple(cell for cell in cells if cell in wanted.values()))
         sweep.write(results_dir)
-        if self._options.only == "failed":
-            planned = [p for p in planned if stand(results_dir, p.cell).kind in FAILED]
         if self._launcher["name"] == "here":
             self._work(results_dir, planned)
         elif self._launcher["name"] == "local_gpus":
