@@ -26,8 +26,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from qevict_bench.closing import render
+from qevict_bench.kept import Kept
 from qevict_bench.results import RunFailed
-from qevict_bench.runner import run
+from qevict_bench.runner import make_plan, run
+from qevict_bench.sweeping import attempt
 from qevict_bench.terminal import allow_any_sign
 from qevict_bench.tracking import leave
 
@@ -38,11 +40,15 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of 
 
 @hydra.main(version_base="1.3", config_path=str(_CONFIGS), config_name="run")
 def main(cfg: DictConfig) -> None:
+    if HydraConfig.get().mode is RunMode.MULTIRUN:  # a job of a launcher; other sweeps are hydra_plugins/'s
+        kept = Kept()
+        print(render(attempt(make_plan(cfg, kept), kept)), flush=True)
+        return
     try:
         print(render(run(cfg)), flush=True)
     except (ValueError, RunFailed) as error:
-        if _SHOW_TRACEBACK or HydraConfig.get().mode is RunMode.MULTIRUN:
-            raise  # the other jobs of a sweep go on, and Hydra says which one failed
+        if _SHOW_TRACEBACK:
+            raise
         sys.exit(report(error))
 
 
@@ -56,13 +62,15 @@ def command_line(arguments: list[str], job: Callable[[], None] = main) -> int:
     allow_any_sign()
     for text in arguments:
         if label := re.match(
-            r"\+*((?:method|reference|model|protocol|profile|task|tracker)\.(?:name|_target_))=", text
+            r"\+*((?:method|reference|model|protocol|profile|task|tracker|launcher)\.(?:name|_target_))=", text
         ):
             return report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
         if problem := _syntax(text):
             return report(ValueError(problem))
     # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
     sys.argv[1:] = [re.sub(r"^(method|reference|task|model|tracker)\.", r"++\g<0>", text) for text in arguments]
+    if job is main:
+        sys.argv.append("hydra/sweeper=cells")
     handled = [each for each in (signal.SIGTERM, signal.SIGUSR2) if signal.getsignal(each) is signal.SIG_DFL]
     for each in handled:
         signal.signal(each, _end)

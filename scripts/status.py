@@ -1,155 +1,105 @@
-"""How the runs of a folder stand: python scripts/status.py [RESULTS_DIR]
+"""How the runs of a folder stand: python scripts/status.py [RESULTS_DIR] [--sweep NAME] [--watch] [--retry]
 
-One line per run, the one written last at the bottom. Reads only, takes no lock, and may look on while others write, on
-this machine or another. Exit code 1 if a run has failed examples or damaged files, 2 if RESULTS_DIR is no folder.
+One line per run, the one written last at the bottom, and one per cell of a sweep that has no run yet. Reads only, takes
+no lock, and may look on while others write, on this machine or another. --retry issues sweeps again for their failed
+cells. Exit code 1 if a run has failed examples, no result, or damaged files, 2 if RESULTS_DIR is no folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
-from qevict_bench.leases import Sighting, look  # noqa: E402
-from qevict_bench.results import Damaged, read_rows  # noqa: E402
-from qevict_bench.rows import Row  # noqa: E402
-from qevict_bench.standing import Standing, standing  # noqa: E402
-from qevict_bench.terminal import allow_any_sign, columns, fitted, plain  # noqa: E402
-
-WIDTH = 120
-COLUMNS = {"run": 12, "model": 14, "method": 26, "budget": 8, "task": 10, "done": 9}
-"""Most characters each column may take; the state takes what is left of WIDTH."""
-
-KINDS = ("done", "running", "stalled", "stopped", "infeasible", "failed", "damaged")
+from qevict_bench.inspection import KINDS, Run, inspect, table  # noqa: E402
+from qevict_bench.rowfiles import Damaged  # noqa: E402
+from qevict_bench.sweeps import FAILED, Sweep, read_sweeps, stand  # noqa: E402
+from qevict_bench.terminal import allow_any_sign, plain  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run as found. `kind` is one of KINDS; `wanted` -1 if no command noted what it asked for."""
-
-    name: str
-    kind: str
-    state: str
-    written_s: float
-    labels: dict[str, str] = field(default_factory=dict)
-    num_done: int = 0
-    wanted: int = -1
-    failed: tuple[Row, ...] = ()
-
-    @property
-    def cells(self) -> list[str]:
-        done = f"{self.num_done}/{self.wanted if self.wanted >= 0 else '?'}"
-        return [self.name, *(self.labels.get(name, "") for name in ("model", "method", "budget", "task")), done]
+def runs_in(results_dir: Path, sweeps: Sequence[Sweep], others: bool) -> list[Run]:
+    """The cells of these sweeps, and other runs of the folder too if asked for; the one written last comes last."""
+    cells = {cell.run_id or cell.label: cell for sweep in sweeps for cell in sweep.cells}
+    found = [stand(results_dir, cell) for cell in cells.values()]
+    folders = results_dir.iterdir() if others and results_dir.exists() else ()
+    names = (path for path in sorted(folders) if path.is_dir() and path.name not in cells)
+    found += [run for path in names if (run := inspect(path)) is not None]
+    return sorted(found, key=lambda run: run.written_s)
 
 
-def inspect(path: Path) -> Run | None:
-    """The run in the folder `path`, or None if none is there (any more)."""
-    written_s = 0.0
-    try:
-        files = [file for name in ("config.yaml", "rows.jsonl") if (file := path / name).exists()]
-        lease = look(path)
-        if not files and lease is None:
-            return None
-        written_s = max((file.stat().st_mtime for file in files), default=0.0)
-        rows = list(read_rows(path / "rows.jsonl")[0].values())
-        labels = _labels(path, rows)
-        found = standing(path, rows)
-    except FileNotFoundError:
-        return None
-    except (Damaged, OSError) as error:
-        return Run(path.name, "damaged", f"damaged: {str(error).removeprefix(f'{path}/')}", written_s)
-    kind, state = _state(found, lease)
-    return Run(path.name, kind, state, written_s, labels, found.num_done, found.wanted, found.failed)
+def show(found: Sequence[Run]) -> None:
+    """One line per run, and how many there are of each kind."""
+    print("\n".join(table(found)))
+    counts = Counter(run.kind for run in found)
+    plural = "s" if len(found) > 1 else ""
+    print(
+        f"{len(found)} run{plural}: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS if counts[kind])}", flush=True
+    )
 
 
-def _state(found: Standing, lease: Sighting | None) -> tuple[str, str]:
-    """First word and text of the state."""
-    failed = found.failed
-    owner = "another process"
-    if lease is not None and lease.owner is not None:
-        owner = f"pid {lease.owner.pid} on {lease.owner.host}"
-    age = f"{max(lease.age_s, 0):.0f} s ago" if lease is not None else ""
-    errors = f", {len(failed)} errors" if failed else ""
-    if lease is not None and lease.alive:
-        return "running", f"running ({owner}, {age}{errors})"
-    if lease is not None and lease.ahead:
-        return "running", f"running? (clocks differ; {owner}, {-lease.age_s:.0f} s ahead{errors})"
-    if lease is not None and lease.owner is not None and lease.stalled:
-        return "stalled", f"stalled (pid {lease.owner.pid} still holds it: continue or kill it{errors})"
-    if failed:
-        return "failed", f"failed ({len(failed)} error rows; {failed[0].error})"
-    if not found.complete or not found.summarized:
-        what = "no summary" if found.complete else "partial"
-        return "stopped", f"stopped ({what}; stale: {owner}, {age})" if lease is not None else f"stopped ({what})"
-    infeasible = [row for row in found.rows if row.status == "infeasible"]
-    if infeasible and len(infeasible) == len(found.rows):
-        return "infeasible", f"infeasible ({infeasible[0].error})"
-    return "done", f"done ({len(infeasible)} infeasible)" if infeasible else "done"
+def show_failed(found: Sequence[Run]) -> None:
+    """One line per failed example or run."""
+    for run in found:
+        for row in run.failed:
+            print(plain(f"{run.name} {row.method} {row.example_id}: {row.error}"))
+        if run.kind in FAILED and not run.failed:
+            print(plain(f"{run.name} {run.state}"))
 
 
-def _labels(path: Path, rows: Sequence[Row]) -> dict[str, str]:
-    """From the rows, which say all of it; from the configuration while there is none."""
-    if rows:
-        first = rows[0]
-        method = f"{first.method}({first.variant})" if first.variant else first.method
-        return {"model": first.model, "method": method, "budget": first.budget, "task": first.task}
-    try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-        named = {name: config[name].get("name", "") for name in ("model", "method")}
-        labels = {**named, "budget": config["budget"], "task": config["task"]["_target_"].split(".")[-2]}
-        return {name: str(value) for name, value in labels.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, yaml.YAMLError):
-        raise Damaged(f"{path / 'config.yaml'} is damaged; start over with resume=restart") from None
-
-
-def table(runs: Sequence[Run]) -> Iterator[str]:
-    rows = [[*COLUMNS], *(run.cells for run in runs)]
-    widths = [
-        min(most, max(columns(plain(row[column])) for row in rows)) for column, most in enumerate(COLUMNS.values())
-    ]
-    rest = WIDTH - sum(widths) - 2 * len(widths)
-    for cells, state in zip(rows, ["state", *(run.state for run in runs)], strict=True):
-        texts = [fitted(text, width) for text, width in zip(cells, widths, strict=True)]
-        yield "  ".join([*texts, fitted(state, rest)]).rstrip()
+def retry(results_dir: Path, sweeps: Sequence[Sweep]) -> int:
+    """Issue the sweeps that have failed cells again, for those; the exit code of the last one that fails."""
+    code = 0
+    for sweep in sweeps:
+        if any(stand(results_dir, cell).kind in FAILED for cell in sweep.cells):
+            arguments = [text for text in sweep.arguments if not text.startswith("sweep.only=")]
+            command = [sys.executable, str(ROOT / "run.py"), *arguments, "sweep.only=failed"]
+            code = subprocess.run(command, cwd=sweep.folder, check=False).returncode or code
+    return code
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How the runs of a folder stand.")
     parser.add_argument("results_dir", nargs="?", type=Path, default=Path("results/runs"), metavar="RESULTS_DIR")
     parser.add_argument("--failed", action="store_true", help="list every failed example with its reason")
+    parser.add_argument("--sweep", metavar="NAME", help="only the cells of this sweep, or of the `last` one")
+    parser.add_argument("--retry", action="store_true", help="issue sweeps again for their failed cells")
+    parser.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="S", help="show it every S (5) seconds")
     options = parser.parse_args(arguments)
-    if options.results_dir.exists() and not options.results_dir.is_dir():
-        print(f"error: {options.results_dir} is not a folder; name the results_dir of the runs", file=sys.stderr)
+    results_dir: Path = options.results_dir
+    try:
+        if results_dir.exists() and not results_dir.is_dir():
+            raise ValueError(f"{results_dir} is not a folder; name the results_dir of the runs")
+        known = read_sweeps(results_dir)
+        sweeps = [s for s in known if options.sweep in (None, s.name)] if options.sweep != "last" else known[-1:]
+        if options.sweep and not sweeps:
+            names = ", ".join(sweep.name for sweep in known)
+            raise ValueError(f"--sweep {options.sweep}: {results_dir} has no such sweep; choose of: {names or 'none'}")
+    except (ValueError, Damaged) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    folders = sorted(options.results_dir.iterdir()) if options.results_dir.exists() else []
-    found = [run for path in folders if path.is_dir() and (run := inspect(path)) is not None]
-    if not found:
-        print(f"no runs in {options.results_dir}")
-        return 0
-    found.sort(key=lambda run: run.written_s)
-    if options.failed:
-        for run in found:
-            for row in run.failed:
-                print(plain(f"{run.name} {row.method} {row.example_id}: {row.error}"))
-            if run.kind == "damaged":
-                print(plain(f"{run.name} {run.state}"))
-    else:
-        print("\n".join(table(found)))
-        counts = Counter(run.kind for run in found)
-        plural = "s" if len(found) > 1 else ""
-        print(f"{len(found)} run{plural}: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS if counts[kind])}")
-    return int(any(run.failed or run.kind == "damaged" for run in found))
+    if options.retry:
+        return retry(results_dir, sweeps)
+    while True:
+        found = runs_in(results_dir, sweeps, others=options.sweep is None)
+        if not found:
+            print(f"no runs in {results_dir}")
+        elif options.failed:
+            show_failed(found)
+        else:
+            show(found)
+        if options.watch is None or not any(run.kind == "running" for run in found):
+            return int(any(run.failed or run.kind in FAILED for run in found))
+        time.sleep(options.watch)
+        if sys.stdout.isatty():
+            print("\033[H\033[J", end="")
 
 
 if __name__ == "__main__":

@@ -265,6 +265,7 @@ def config(results_dir: Path | str, /, **changes: Any) -> DictConfig:
             "batch_size": 1,
             "results_dir": str(results_dir),
             "resume": "continue",
+            "shard": {"count": 1, "index": 0},
         }
     )
     for name, value in changes.items():

@@ -17,6 +17,7 @@ from script_modules import script
 from test_leases import dead_pid, plant
 
 from qevict_bench import leases, runner
+from qevict_bench.inspection import WIDTH
 from qevict_bench.results import RunFailed, open_run, read_rows
 from qevict_bench.terminal import columns, cut, fitted, plain, wrapped
 
@@ -207,7 +208,7 @@ def test_long_names_and_steering_characters_do_not_break_the_table(
     own = run(tmp_path, model__name=model, method__name=method, budget="123456789t", limit=1)
     (tmp_path / own).rename(tmp_path / "a-folder-with-a-long-name")
     _, lines = show()
-    assert {columns(line) <= status.WIDTH for line in lines} == {True}
+    assert {columns(line) <= WIDTH for line in lines} == {True}
     assert not any("\x1b" in line for line in lines)
     cells = [line for line in lines if line.startswith("a-folder-wi…")]
     assert "meta/long-lon…" in cells[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from qevict_bench.asking import Asking, Engine, Job, Ready, conversation
 from qevict_bench.budget import BudgetExceeded, Geometry, Infeasible
+from qevict_bench.kept import Kept
+from qevict_bench.leases import LeaseLost
 from qevict_bench.protocol import Protocol, lengths
-from qevict_bench.results import Damaged, RunFailed, RunFolder
+from qevict_bench.results import RunFailed, RunFolder
+from qevict_bench.rowfiles import Damaged
 from qevict_bench.rows import Row, check_row
 from qevict_bench.settings import Settings, naming
 from qevict_bench.standing import known_sizes
@@ -31,16 +34,27 @@ if TYPE_CHECKING:
 
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Signature of progress.counting."""
+Wait = Callable[[str], None]
+"""Signature of progress.Waiting: told again and again who is waited for."""
+Place = tuple[str, int]
+"""Subset, and index in it."""
 
 log = logging.getLogger(__name__)
 
 
 class Bench:
-    """A model and a task, ready to complete runs; the model is loaded when the first example needs it."""
+    """A model and a task, ready to complete runs; the model is loaded when the first example needs it.
 
-    def __init__(self, settings: Settings, protocol: Protocol, task: Task, spec: Any, engine: Engine | None):
+    `kept` is what runs of this process share.
+    """
+
+    def __init__(
+        self, settings: Settings, protocol: Protocol, task: Task, spec: Any, engine: Engine | None, kept: Kept
+    ) -> None:
         self._settings, self._protocol, self._task, self._spec = settings, protocol, task, spec
-        self._custom_engine = engine
+        self._custom_engine, self._kept = engine, kept
+        self._sizes: dict[str, int] = {}  # of subsets that turned out to be small
+        self._tried: dict[str, set[Place]] = {}  # by run
 
     @cached_property
     def _engine(self) -> Engine:
@@ -60,7 +74,7 @@ class Bench:
             from qevict_bench.attention import register
 
             attention = {"attn_implementation": register()}
-        loaded: LoadedModel = self._spec.load(**attention)
+        loaded: LoadedModel = self._kept.model(repr(self._spec), lambda: self._spec.load(**attention))
         return loaded
 
     @cached_property
@@ -98,46 +112,97 @@ class Bench:
                 )
 
     def complete(
-        self, job: Job, folder: RunFolder, counting: Counting, written: Callable[[Row], None]
+        self, job: Job, folder: RunFolder, counting: Counting, written: Callable[[Row], None], wait: Wait
     ) -> dict[str, int]:
         """Run the examples that have no row yet, telling `written` of each row; returns the size of subsets with fewer
-        than `limit` examples."""
+        than `limit` examples.
+
+        An example that fails is not tried twice. `wait` is called while other processes run what is left.
+        """
         limit = self._settings.limit
         folder.want(limit, self._task.subsets)
-        available = known_sizes(folder.path / "summary.json")
-        wanted = {(name, i) for name in self._task.subsets for i in range(min(limit, available.get(name, limit)))}
-        missing = wanted - {(row.subset, row.index) for row in folder.rows.values() if row.done}
-        if not missing:
-            return available
+        self._sizes |= known_sizes(folder.path / "summary.json")
+        tried, before = self._tried.setdefault(job.run_id, set()), dict(folder.rows)
+
+        def missing() -> set[Place]:
+            failed = {row.place for row in folder.rows.values() if not row.done}
+            tried.update(failed & {row.place for row in folder.rows.values() if row is not before.get(row.example_id)})
+            settled = {row.place for row in folder.rows.values()} - (failed - tried)
+            sizes = {name: min(limit, self._sizes.get(name, limit)) for name in self._task.subsets}
+            return {(name, i) for name, size in sizes.items() for i in range(size)} - settled
+
+        if not (left := missing()):
+            return self._sizes
         label = f"{job.row.method} {job.run_id}"
-        log.info("%s: %d of %d examples to run", label, len(missing), len(wanted))
-        loaded = self._loaded
-        prompter = Prompter(loaded.tokenizer, loaded.chat, self._protocol.instruction_at, loaded.max_context)
-        ids = {row.place: row.example_id for row in folder.rows.values()}
-        seen = dict.fromkeys(self._task.subsets, 0)
+        log.info("%s: %d examples to run", label, len(left))
         problems: Counter[str] = Counter()
-        with counting(label, len(missing)) as advance:
-            for start, block in self._blocks(prompter):
-                subset = block[0].subset
-                seen[subset] = start + len(block)
-                for index, example in enumerate(block, start):
-                    _check_place(folder, ids, example, index)
-                todo = missing & {(subset, start + offset) for offset in range(len(block))}
-                if todo:
-                    for row in self._run_block(job, folder, prompter, start, block):
+        with counting(label, len(left)) as advance:
+            while left := missing():
+                if blocks := self._own_first({b for b in map(self._block_of, left) if folder.free(*b)}):
+                    for row in self._pass(job, folder, blocks, missing, advance):
                         written(row)
                         if row.status != "ok" and not problems[row.status]:  # the rows have all of them
                             log.warning("%s %s: %s", row.example_id, row.status, row.error)
                         problems[row.status] += 1
-                    advance(len(todo))
+                else:
+                    wait(f"other processes ({len(left)} examples)")
+                folder.refresh()
         for status in ("error", "infeasible"):
             if problems[status] > 1:
                 log.warning("%s: %d examples have status %s; their rows say why", label, problems[status], status)
-        return available | {name: count for name, count in seen.items() if count < limit}
+        return self._sizes
+
+    def _pass(
+        self,
+        job: Job,
+        folder: RunFolder,
+        blocks: Set[Place],
+        missing: Callable[[], set[Place]],
+        advance: Callable[[int], None],
+    ) -> Iterator[Row]:
+        """Go through the task's examples once, run those of `blocks` that are still missing, and yield their rows."""
+        loaded = self._loaded
+        prompter = Prompter(loaded.tokenizer, loaded.chat, self._protocol.instruction_at, loaded.max_context)
+        ids = {row.place: row.example_id for row in folder.rows.values()}
+        seen = dict.fromkeys(self._task.subsets, 0)
+        for start, block in self._blocks(prompter):
+            subset, stop = block[0].subset, start + len(block)
+            seen[subset] = stop
+            for index, example in enumerate(block, start):
+                _check_place(folder, ids, example, index)
+            if (subset, start) not in blocks:
+                continue
+            try:
+                with folder.claim(subset, start, stop) as mine:
+                    if mine and (todo := missing() & {(subset, index) for index in range(start, stop)}):
+                        yield from self._run_block(job, folder, prompter, start, block)
+                        advance(len(todo))
+            except LeaseLost as lost:
+                log.warning("%s: lost examples %d to %d of %s: %s", job.run_id, start, stop - 1, subset, lost)
+        self._sizes |= {name: count for name, count in seen.items() if count < self._settings.limit}
+
+    @cached_property
+    def _block_size(self) -> int:
+        return self._settings.batch_size * (self._task.turns if self._protocol.conversing else 1)
+
+    def _block_of(self, place: Place) -> Place:
+        """Where the block of an example begins."""
+        return place[0], place[1] // self._block_size * self._block_size
+
+    def _own_first(self, blocks: set[Place]) -> set[Place]:
+        """Those of this process's shard, or all if it has none left."""
+        shard, names = self._settings.shard, self._task.subsets
+        per_subset = -(-self._settings.limit // self._block_size)
+        own = {
+            (name, start)
+            for name, start in blocks
+            if (names.index(name) * per_subset + start // self._block_size) % shard.count == shard.index
+        }
+        return own or blocks
 
     def _blocks(self, prompter: Prompter) -> Iterator[tuple[int, list[Example]]]:
         """Blocks with the index of their first example in its subset."""
-        size = self._settings.batch_size * (self._task.turns if self._protocol.conversing else 1)
+        size = self._block_size
         whole_blocks = -(-self._settings.limit // size) * size
         subset, start, block = "", 0, list[Example]()
         for example in self._examples(prompter, whole_blocks):
@@ -161,7 +226,10 @@ class Bench:
         ids: set[str] = set()
         try:
             with naming(type(self._task), "task."):
-                for example in self._task.examples(prompter, limit, settings.seed, settings.split):
+                for example in self._kept.examples(
+                    repr((self._task, self._spec, prompter.instruction_at, limit, settings.seed, settings.split)),
+                    lambda: self._task.examples(prompter, limit, settings.seed, settings.split),
+                ):
                     if example.id in ids:
                         raise ValueError(f"{self._task.name} yields two examples with the id {example.id}")
                     ids.add(example.id)
@@ -230,7 +298,7 @@ class Bench:
             row = labelled
             if example.problem:
                 raise ValueError(example.problem)
-            prompt = prompter.encode(example)
+            prompt = self._kept.prompt(example, prompter.encode)
             num_tokens, nominal = len(prompt.ids), self._task.nominal_length
             total = num_tokens + example.max_new_tokens
             row = replace(

@@ -117,6 +117,11 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name=f"lease {path}", daemon=True)
         self._thread.start()
 
+    @property
+    def number(self) -> int:
+        """Of two owners of a folder, the later one has the higher number, as long as somebody holds it."""
+        return int(self._path.name.removeprefix("lease."))
+
     def check(self) -> None:
         """Raise LeaseLost if this process must not write any more."""
         with suppress(OSError):
@@ -149,18 +154,20 @@ class Lease:
                 os.utime(self._descriptor)
 
 
-def acquire(folder: Path) -> Lease:
+def acquire(folder: Path, *, locks: bool = True, above: int = 0) -> Lease:
     """Own the existing `folder`. Raises Held, FileNotFoundError if it vanishes, and other OSErrors if not writable.
 
-    An OSError leaves no file in a folder that was empty.
+    An OSError leaves no file in a folder that was empty. Without `locks` an owner that stands still loses the folder
+    like one that is gone: it must be harmless if it wakes up between its last look and a write. The lease's number is
+    above `above`.
     """
-    lock = _lock(folder)
+    lock = _lock(folder, locks)
     try:
         while True:
             seen = look(folder, clock=_clock)
             if seen is not None and seen.alive and not (lock and seen.owner and seen.owner.here):
                 raise Held(str(seen))
-            number = seen.number + 1 if seen else 1
+            number = max(seen.number if seen else 0, above) + 1
             try:
                 lease = _create(folder / f"lease.{number}", lock)
             except FileExistsError:  # somebody was faster, or our listing is an old one
@@ -174,7 +181,7 @@ def acquire(folder: Path) -> Lease:
                     log.info("%s: took over from %s", folder, seen)
                 return lease
             lease.release()  # a newer one was made since we looked
-            lock = _lock(folder)
+            lock = _lock(folder, locks)
     except BaseException as error:
         with suppress(OSError):
             full = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # the disk, that is
@@ -225,15 +232,27 @@ def look(folder: Path, clock: Callable[[Path], float] = lambda folder: time.time
         return Sighting(number, owner, clock(folder) - renewed)
 
 
+def look_closely(folder: Path) -> Sighting | None:
+    """As `look`, by the clock of the file system, which all hosts share: it stamps `lock`."""
+    try:
+        return look(folder, clock=_clock)
+    except FileNotFoundError:
+        return None  # the folder has been removed since
+
+
 def _numbers(folder: Path) -> list[int]:
     suffixes = [name.removeprefix("lease.") for name in os.listdir(folder) if name.startswith("lease.")]
     return [int(suffix) for suffix in suffixes if suffix.isascii() and suffix.isdecimal() and len(suffix) < 10]
 
 
-def _lock(folder: Path) -> FileIO | None:
-    """The locked lock file, which the system frees when the process dies; None if the file system has no locks."""
+def _lock(folder: Path, locks: bool) -> FileIO | None:
+    """The locked lock file, which the system frees when the process dies; None without `locks`, which not all file
+    systems have."""
     while True:
         stream = FileIO(folder / "lock", "ab")
+        if not locks:
+            stream.close()
+            return None
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

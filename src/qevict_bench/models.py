@@ -84,6 +84,17 @@ class ModelSpec:
             raise ValueError(f"model.chat=template, but {self.name} has no chat template; use model.chat=plain")
         return around(model, tokenizer, self.name, identity=identity, chat=self.chat != "plain")
 
+    def outline(self) -> LoadedModel:
+        """The model without its weights: enough to make prompts and to count bytes. ValueError as in `load`."""
+        if self.source == "tiny":
+            return self.load()
+        folder, identity = self.locate()
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.resolve()[0]])
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return around(model, tokenizer, self.name, identity=identity, chat=self.chat != "plain")
+
     def resolve(self) -> tuple[str, str]:
         """The resolved (dtype, device)."""
         choices = {"source": SOURCES, "dtype": ("auto", *DTYPES), "device": DEVICES, "chat": CHATS}

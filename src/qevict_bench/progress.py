@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from qevict_bench.leases import Held
+
 LINE_EVERY_S = 20.0
 
 
@@ -32,6 +34,18 @@ def counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
             print(f"{label}: {done}/{total} examples, about {left_s:.0f} s left", file=sys.stderr, flush=True)
 
     yield advance
+
+
+class Patience:
+    """Called again and again while a folder is held; raises Held once that took longer than a process needs to join."""
+
+    def __init__(self, most_s: float = 2.0):
+        self._most_s, self._begin = most_s, time.monotonic()
+
+    def __call__(self, owner: str) -> None:
+        if time.monotonic() - self._begin > self._most_s:
+            raise Held(owner)
+        time.sleep(0.05)
 
 
 class Waiting:

@@ -3,7 +3,8 @@
 A run's folder results_dir/<id>/ holds config.yaml and env.json (what was run, by what), wanted.json (what the newest
 command asked for: limit and subsets), rows.jsonl (one line per example, appended and synced as examples finish; the
 newest line of an example counts), summary.json (written when all are done), lock and, while a process works on the run,
-its lease (leases.py).
+its lease (leases.py). Several processes can share a run (sharing.py): their rows are merged into rows.jsonl whenever
+the run is opened.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -20,7 +22,9 @@ from typing import Any
 
 from qevict_bench.environment import Environment
 from qevict_bench.leases import Held, Lease, LeaseLost, acquire
-from qevict_bench.rows import Row, parse_row, row_line
+from qevict_bench.rowfiles import Damaged, damaged_line, lengthen, read_rows
+from qevict_bench.rows import Row, row_line
+from qevict_bench.workers import CLAIMS, WORKERS, gone, in_use, living, sweep_up, unmerged
 
 SCHEMA_VERSION = 3
 """Part of every run id; raise it when the meaning or the set of a row's fields changes."""
@@ -29,10 +33,6 @@ log = logging.getLogger(__name__)
 
 
 _FILES = ("rows.jsonl", "summary.json", "env.json", "config.yaml", "wanted.json", "wandb.json")
-
-
-class Damaged(ValueError):
-    """A result file that cannot be read; the message names file and line."""
 
 
 class Different(ValueError):
@@ -47,42 +47,6 @@ def run_id(identity: Mapping[str, Any]) -> str:
     """12 hex digits that stand for everything that can change a row. Values are plain JSON types."""
     text = json.dumps({**identity, "schema": SCHEMA_VERSION}, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def read_rows(path: Path) -> tuple[dict[str, Row], int]:
-    """The newest row per example id, and the length in bytes of the file without its torn last line (if it has one).
-
-    Raises Damaged for any other line that is not a row, or not one of the same run, or that gives an example another
-    place (subset, index) or a place another example than a line above. A missing file has no rows.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return {}, 0
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror}); make it readable or remove it") from None
-    whole = data.rfind(b"\n") + 1
-    rows: dict[str, Row] = {}
-    ids: dict[tuple[str, int], str] = {}
-    for number, line in enumerate(data[:whole].splitlines(), start=1):
-        try:
-            row = parse_row(json.loads(line))
-            known = rows.get(row.example_id, row)
-            if row.run_id != next(iter(rows.values()), row).run_id:
-                raise ValueError(f"it belongs to run {row.run_id}, the first line does not")
-            if known.place != row.place or ids.setdefault(row.place, row.example_id) != row.example_id:
-                raise ValueError(f"{row.example_id} at index {row.index} of {row.subset} contradicts a line above")
-        except (ValueError, TypeError, RecursionError) as error:
-            raise damaged_line(path, number, str(error)) from None
-        rows[row.example_id] = row
-    return rows, whole
-
-
-def damaged_line(path: Path, number: int, reason: str) -> Damaged:
-    """What to raise for a line of rows.jsonl."""
-    return Damaged(
-        f"{path}:{number} is damaged ({reason}); repair or delete that line, or start over with resume=restart"
-    )
 
 
 class RunFolder:
@@ -100,16 +64,20 @@ class RunFolder:
     def append(self, row: Row) -> None:
         """Write one row so that it survives the death of this process and of the machine."""
         with self._writing():
-            rest, size = row_line(row), os.fstat(self._stream.fileno()).st_size
-            try:
-                while rest:
-                    rest = rest[self._stream.write(rest) :]
-                os.fsync(self._stream.fileno())
-            except OSError:
-                with suppress(OSError):
-                    self._stream.truncate(size)
-                raise
+            lengthen(self._stream, [row_line(row)])
         self.rows[row.example_id] = row
+
+    def refresh(self) -> None:
+        """Read what other processes have added to the run; there are none."""
+
+    def free(self, subset: str, start: int) -> bool:
+        """Whether the block that starts at this index of the subset is nobody else's now."""
+        return True
+
+    @contextmanager
+    def claim(self, subset: str, start: int, stop: int) -> Iterator[bool]:
+        """Own a block of examples: yields whether it is this process's for as long as the context lasts."""
+        yield True
 
     def damaged(self, example_id: str, reason: str) -> Damaged:
         """What to raise if the row of that example is not one of this run; names its line."""
@@ -153,16 +121,18 @@ def open_run(
     *,
     restart: str = "never",
     wait: Callable[[str], None] | None = None,
+    beside: bool = False,
 ) -> Iterator[RunFolder]:
     """Own the run at `path`, check that it may be continued, and yield it; a run that wrote no row leaves no folder.
 
     `config` is the text of config.yaml. With restart=`always` (or `unusable`: only if the rows cannot be continued) the
     old files move to `path`/replaced-<n>/ first. `wait` is called again and again, with a description of the owner,
-    while another live process holds the run; without it that is an error. Raises ValueError (Damaged, Different, a
-    busy run, a folder that cannot be written) before anything is changed.
+    while another live process holds the run; without it that is an error. `beside` processes that share it, it is
+    opened all the same: for a moment. Raises ValueError (Damaged, Different, a busy run, a folder that cannot be
+    written) before anything is changed.
     """
     is_new = _is_empty(path / "rows.jsonl")
-    lease = _acquire(path, wait)
+    lease = _acquire(path, wait, beside)
     try:
         rows, stream = _begin(path, config, environment, restart)
         with stream:
@@ -170,7 +140,7 @@ def open_run(
     finally:
         with suppress(LeaseLost):
             lease.check()
-            if is_new and _is_empty(path / "rows.jsonl"):
+            if is_new and _is_empty(path / "rows.jsonl") and not (path / WORKERS).exists():
                 for name in (*_FILES, "lock"):
                     (path / name).unlink(missing_ok=True)
         lease.release()
@@ -187,29 +157,40 @@ def _begin(path: Path, config: str, environment: Environment, restart: str) -> t
             if restart == "never":
                 raise
             rows, whole = _set_aside(path)
-        if rows and restart == "always":
+        if restart == "always" and (rows or in_use(path)):
             rows, whole = _set_aside(path)
-        for left in [file for name in _FILES for file in path.glob(f".{name}.*")]:
-            left.unlink()  # half a file, by a process that was killed
-        if not rows:
+        if not living(path):
+            for left in [file for name in _FILES for file in path.glob(f".{name}.*")]:
+                left.unlink()  # half a file, by a process that was killed
+        if not rows and not in_use(path):
             write_atomic(path / "config.yaml", config)
             write_atomic(path / "env.json", json.dumps(environment.to_json(), indent=1) + "\n")
         stream = FileIO(path / "rows.jsonl", "ab")
-        if stream.tell() > whole:
-            log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
-            stream.truncate(whole)
+        try:
+            if stream.tell() > whole:
+                log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
+                stream.truncate(whole)
+            dead = gone(path)  # first: they write nothing after their rows have been read
+            others = unmerged(path, rows)
+            lengthen(stream, map(row_line, others))
+        except BaseException:
+            stream.close()
+            raise
+        rows.update((row.example_id, row) for row in others)
+        sweep_up(path, dead)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     return rows, stream
 
 
-def _unwritable(path: Path, error: OSError) -> ValueError:
+def unwritable(path: Path, error: OSError) -> ValueError:
+    """What to raise if the run's folder `path` cannot be written."""
     return ValueError(f"results_dir={path.parent} cannot be written ({error.strerror}); choose a writable folder")
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` in one step: readers see the old text or the new one, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -224,7 +205,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def _continue(path: Path, environment: Environment) -> tuple[dict[str, Row], int]:
     rows, whole = read_rows(path / "rows.jsonl")
-    if not rows:
+    if not rows and not in_use(path):
         return rows, whole
     if strangers := {row.run_id for row in rows.values()} - {path.name}:
         raise Damaged(f"{path / 'rows.jsonl'} holds rows of run {min(strangers)}; start over with resume=restart")
@@ -247,7 +228,7 @@ def _set_aside(path: Path) -> tuple[dict[str, Row], int]:
         number += 1
     target = path / f"replaced-{number}"
     target.mkdir()
-    for name in _FILES:
+    for name in (*_FILES, WORKERS, CLAIMS):
         if (path / name).exists():
             os.replace(path / name, target / name)
     log.info("run %s starts over; its old rows are in %s", path.name, target)
@@ -258,20 +239,24 @@ def _is_empty(path: Path) -> bool:
     return not path.exists() or (path.is_file() and not path.stat().st_size)
 
 
-def _acquire(path: Path, wait: Callable[[str], None] | None) -> Lease:
+def _acquire(path: Path, wait: Callable[[str], None] | None, beside: bool) -> Lease:
     while True:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(path, error) from None
+            raise unwritable(path, error) from None
         try:
-            return acquire(path)
+            lease = acquire(path)
+            if beside or not (others := living(path)):
+                return lease
+            lease.release()
+            raise Held(str(others[0]))
         except FileNotFoundError:
             continue  # the run's last owner wrote no row and has just removed the folder
         except OSError as error:
             with suppress(OSError):  # it is not empty
                 path.rmdir()
-            raise _unwritable(path, error) from None
+            raise unwritable(path, error) from None
         except Held as held:
             if wait is None:
                 raise ValueError(

@@ -19,18 +19,23 @@ from qevict_bench.asking import Engine, Job
 from qevict_bench.budget import Budget
 from qevict_bench.environment import Environment
 from qevict_bench.jobs import Bench
+from qevict_bench.kept import Kept
 from qevict_bench.model_facts import ModelFacts, describe
 from qevict_bench.policy import KVPolicy
-from qevict_bench.progress import Waiting, counting
+from qevict_bench.progress import Patience, Waiting, counting
 from qevict_bench.protocol import Protocol
-from qevict_bench.results import Damaged, RunFailed, RunFolder, open_run, run_id
+from qevict_bench.results import RunFailed, RunFolder, open_run, run_id
+from qevict_bench.rowfiles import Damaged
 from qevict_bench.rows import Row
-from qevict_bench.settings import STREAMS, Metrics, Settings, build, naming
+from qevict_bench.settings import STREAMS, Metrics, Settings, Shard, build, naming
+from qevict_bench.sharing import open_shared
 from qevict_bench.summary import Facts, Summary, summarize
 from qevict_bench.task import Task
 from qevict_bench.tracking import Off, Wandb, Watch
 
 _GROUPS = ("model", "method", "reference", "task", "protocol", "metrics", "tracker", "profile")
+_ELSEWHERE = ("shard", "sweep", "launcher")
+"""Fields that say by whom a run is carried out; its config.yaml leaves them out."""
 SMALL_BYTES = 6_000_000_000
 """Models with smaller weight files (3 billion parameters in 16 bit) reproduce nothing of the paper."""
 _UNMEASURED = Metrics()
@@ -55,43 +60,83 @@ class Plan:
     tracker: Off | Wandb
 
 
-def run(cfg: DictConfig, engine: Engine | None = None) -> Summary:
+@dataclass(frozen=True)
+class Company:
+    """How a run is shared with other processes. With `first` it is left alone (Held) if others are at it already."""
+
+    first: bool = False
+
+
+def run(
+    cfg: DictConfig, engine: Engine | None = None, kept: Kept | None = None, company: Company | None = None
+) -> Summary:
     """Run or continue what `cfg` (configs/run.yaml) describes; writes rows and summaries, returns the method's.
 
     The method runs first: its reference is needed only if one of its examples is ok. A method that no budget of this
-    size admits on any example gives a summary without scores, not an error. `engine` replaces the engine in tests.
-    Raises ValueError for users' mistakes, before anything is written, and RunFailed if no example of a run succeeded, a
-    step went over its budget, or rows cannot be written any more.
+    size admits on any example gives a summary without scores, not an error. `engine` replaces the engine in tests;
+    `kept` is what runs of one process share. Other processes may work on the run if there is `company`, or with
+    shard.count > 1. Raises ValueError for users' mistakes, before anything is written, and RunFailed if no example of a
+    run succeeded, a step went over its budget, or rows cannot be written any more.
     """
-    plan = make_plan(cfg)
-    bench = Bench(plan.settings, plan.protocol, plan.task, plan.spec, engine)
+    kept = kept or Kept()
+    return carry_out(make_plan(cfg, kept), engine, kept, company)
+
+
+def carry_out(plan: Plan, engine: Engine | None, kept: Kept, company: Company | None) -> Summary:
+    """As `run`, of what is planned already."""
+    bench = Bench(plan.settings, plan.protocol, plan.task, plan.spec, engine, kept)
     job, restart = plan.job, plan.settings.resume == "restart"
     path = plan.settings.results_dir / job.run_id
-    opened = open_run(path, job.config, job.environment, restart="always" if restart else "never")
+    together = not restart and (company is not None or plan.settings.shard.count > 1)
+    if together:
+        answered = _share(plan, bench, job, job.row.method, first=company is not None and company.first)
+        if answered and job is not plan.reference:
+            _share(plan, bench, plan.reference, plan.reference_name)
+    opened = open_run(
+        path,
+        job.config,
+        job.environment,
+        restart="always" if restart else "never",
+        wait=Waiting(f"run {job.run_id}") if together else None,
+        beside=together,
+    )
     with opened as folder, plan.tracker.watch(folder, job.config) as watch:
-        available = bench.complete(job, folder, counting, watch.row)
+        available = bench.complete(job, folder, counting, watch.row, _alone)
         rows = bench.selected(folder)
         if job is plan.reference:
             return _conclude(plan, bench, job, folder, available, rows, watch)
         pairs: list[Row] = []
         if any(row.status == "ok" for row in rows):
             try:
-                pairs = _reference_rows(plan, bench, folder, "unusable" if restart else "never")
+                pairs = _reference_rows(plan, bench, folder, "unusable" if restart else "never", together)
             except Damaged:  # seen only now, beside the task's examples
                 if not restart:
                     raise
-                pairs = _reference_rows(plan, bench, folder, "always")
+                pairs = _reference_rows(plan, bench, folder, "always", together)
         return _conclude(plan, bench, job, folder, available, pairs, watch)
 
 
-def _reference_rows(plan: Plan, bench: Bench, folder: RunFolder, restart: str) -> list[Row]:
-    """Complete the reference run for the method's run in `folder`; `restart` as in open_run."""
+def _share(plan: Plan, bench: Bench, job: Job, name: str, first: bool = False) -> bool:
+    """Complete a run together with whoever else works on it; whether an example of it is ok."""
+    path, wait = plan.settings.results_dir / job.run_id, Waiting(f"run {job.run_id} ({name})")
+    patience = Patience() if first else wait
+    with open_shared(path, job.config, job.environment, wait=patience, first=first) as folder:
+        bench.complete(job, folder, counting, lambda row: None, wait)
+        return any(row.status == "ok" for row in bench.selected(folder))
+
+
+def _alone(others: str) -> None:
+    raise AssertionError(f"a run of one process waits for nobody, not for {others}")
+
+
+def _reference_rows(plan: Plan, bench: Bench, folder: RunFolder, restart: str, beside: bool) -> list[Row]:
+    """Complete the reference run for the method's run in `folder`; `restart` and `beside` as in open_run."""
     reference = plan.reference
     wait = Waiting(f"the reference run {reference.run_id} ({plan.reference_name})")
     path = plan.settings.results_dir / reference.run_id
-    opened = open_run(path, reference.config, reference.environment, restart=restart, wait=wait)
+    opened = open_run(path, reference.config, reference.environment, restart=restart, wait=wait, beside=beside)
     with opened as reference_folder, plan.tracker.watch(reference_folder, reference.config) as watch:
-        available = bench.complete(reference, reference_folder, counting, watch.row)
+        available = bench.complete(reference, reference_folder, counting, watch.row, _alone)
         rows = bench.selected(reference_folder)
         bench.same_examples(folder, reference_folder)
         _conclude(plan, bench, reference, reference_folder, available, rows, watch)
@@ -128,11 +173,13 @@ def _conclude(
     return summary
 
 
-def make_plan(cfg: DictConfig) -> Plan:
+def make_plan(cfg: DictConfig, kept: Kept | None = None) -> Plan:
     """Check the configuration and build its objects; reads the model's config and the task's files, but no weights."""
+    kept = kept or Kept()
     values = _plain(cfg, "")
-    own_fields = {name: value for name, value in values.items() if name not in _GROUPS}
-    settings: Settings = build(Settings, own_fields, "")
+    own_fields = {name: value for name, value in values.items() if name not in (*_GROUPS, *_ELSEWHERE)}
+    shard = build(Shard, values.get("shard", {}), "shard.")
+    settings: Settings = build(Settings, {**own_fields, "shard": shard}, "")
     protocol: Protocol = build(Protocol, {**values["protocol"], "first_token": settings.first_token}, "protocol.")
     method, policy = _method(cfg.method, "method.")
     reference_method, reference_policy = _method(cfg.reference, "reference.")
@@ -146,14 +193,14 @@ def make_plan(cfg: DictConfig) -> Plan:
     if not (task.scored or metrics.fidelity):
         raise ValueError(f"task={task.name} does not judge answers: its figure is the NLL, set metrics.fidelity=true")
     with naming(type(task), "task."):
-        data = task.fingerprint()
+        data = kept.fact(repr(task), task.fingerprint)
     if settings.split not in task.splits:
         raise ValueError(
             f"split={settings.split}: {task.name} with these settings has no such split; choose one of "
             f"{', '.join(task.splits)}"
         )
     spec = _build(cfg.model, "model.")
-    model = describe(spec)
+    model = kept.fact(repr(spec), lambda: describe(spec))
     context_length = getattr(task, "context_length", 0)
     if context_length > model.max_context:
         raise ValueError(
@@ -167,7 +214,8 @@ def make_plan(cfg: DictConfig) -> Plan:
     def job(
         name: str, policy: KVPolicy, variant: str, budget: Budget, node: DictConfig, measured: Metrics = _UNMEASURED
     ) -> Job:
-        environment = Environment.current(model.device, type(policy), type(task))
+        origin = model.device, type(policy), type(task)
+        environment = kept.fact(origin, lambda: Environment.current(*origin))
         row = Row(
             run_id="",
             model=model.name,
@@ -197,7 +245,8 @@ def make_plan(cfg: DictConfig) -> Plan:
             identity |= {"fidelity": measured.fidelity_tokens}
             if (streams := sorted(measured.fidelity_streams)) != sorted(STREAMS):
                 identity |= {"fidelity_streams": streams}
-        config = OmegaConf.merge(cfg, {"method": node, **{field: getattr(budget, field) for field in _BOUNDS}})
+        own_fields = OmegaConf.masked_copy(cfg, [str(field) for field in cfg if field not in _ELSEWHERE])
+        config = OmegaConf.merge(own_fields, {"method": node, **{field: getattr(budget, field) for field in _BOUNDS}})
         config.budget = budget.spec
         text = OmegaConf.to_yaml(config, resolve=True)
         return Job(policy, budget, replace(row, run_id=run_id(identity)), text, environment, measured)

@@ -14,7 +14,7 @@ import yaml
 
 from qevict_bench.comparison import pair
 from qevict_bench.environment import Environment
-from qevict_bench.results import read_rows
+from qevict_bench.rowfiles import read_rows
 from qevict_bench.rows import Row
 from qevict_bench.standing import read_json, standing
 from qevict_bench.terminal import plain

@@ -16,6 +16,20 @@ MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Which of `count` parts of a run this process begins with; it goes on with what is left of the others'."""
+
+    count: int = 1
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count={self.count} is not positive; give the number of processes that share a run")
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"index={self.index} is out of range; give 0 to {self.count - 1}, or a larger shard.count")
+
+
+@dataclass(frozen=True)
 class Settings:
     """The fields of a run that belong to no method, task or model. `limit` examples per subset."""
 
@@ -30,6 +44,7 @@ class Settings:
     batch_size: int
     results_dir: Path
     resume: Literal["continue", "restart"]
+    shard: Shard = Shard()
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= MAX_SEED:
@@ -39,6 +54,8 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; give an integer of at least 1")
         if not str(self.results_dir).strip(" .") and str(self.results_dir) != ".":
             raise ValueError("results_dir is empty; name a folder")
+        if self.shard.count > 1 and self.resume == "restart":
+            raise ValueError("resume=restart with shard.count > 1: one process would set aside what another one does")
         self.parsed_budget()
 
     def parsed_budget(self) -> Budget:

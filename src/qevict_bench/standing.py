@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qevict_bench.results import Damaged
+from qevict_bench.rowfiles import Damaged
 from qevict_bench.rows import Row
 
 
