@@ -171,8 +171,8 @@ def _begin(path: Path, config: str, environment: Environment, restart: str) -> t
                 log.warning("%s: dropped a torn last line; its example runs again", path / "rows.jsonl")
                 stream.truncate(whole)
             dead = gone(path)  # first: they write nothing after their rows have been read
-            others = unmerged(path, rows)
-            lengthen(stream, map(row_line, others))
+            if others := unmerged(path, rows):
+                lengthen(stream, map(row_line, others))
         except BaseException:
             stream.close()
             raise
