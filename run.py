@@ -29,6 +29,7 @@ from qevict_bench.closing import render
 from qevict_bench.kept import Kept
 from qevict_bench.results import RunFailed
 from qevict_bench.runner import make_plan, run
+from qevict_bench.settings import set_anyway
 from qevict_bench.sweeping import attempt
 from qevict_bench.terminal import allow_any_sign
 from qevict_bench.tracking import leave
@@ -67,8 +68,7 @@ def command_line(arguments: list[str], job: Callable[[], None] = main) -> int:
             return report(ValueError(f"{label[1]} is a label, not a setting; choose another yaml, e.g. method=snapkv"))
         if problem := _syntax(text):
             return report(ValueError(problem))
-    # Yaml files name only what differs from a dataclass's defaults, so a field may be absent there: ++ sets it anyway.
-    sys.argv[1:] = [re.sub(r"^(method|reference|task|model|tracker)\.", r"++\g<0>", text) for text in arguments]
+    sys.argv[1:] = map(set_anyway, arguments)
     if job is main:
         sys.argv.append("hydra/sweeper=cells")
     handled = [each for each in (signal.SIGTERM, signal.SIGUSR2) if signal.getsignal(each) is signal.SIG_DFL]

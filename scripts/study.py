@@ -4,8 +4,8 @@
     python scripts/study.py --trials [snapkv ...]     every setting tried of each method, the lowest mean KL in bold
     python scripts/study.py --heatmap                 KL over Omega and q
 
-Runs run.py once per change and task of configs/study.yaml with metrics.fidelity=true (finished runs cost nothing, so
-that it can be stopped and issued again), then prints a Markdown table. By default: per family the change of
+Runs what run.py would, once per change and task of configs/study.yaml, with metrics.fidelity=true (finished runs cost
+nothing, so that it can be stopped and issued again), then prints a Markdown table. By default: per family the change of
 KL(p_full || p_method) on the gold text in nats per token (below 0 is better than the preset) and of the score in
 points (above 0 is better), paired on the same examples, with 95 % intervals; `all` is the mean of the subsets, memory
 the range over families; a star where the bootstrap's p is at most 5 %, each cell by itself (fewer than 6 examples have
@@ -19,7 +19,6 @@ import argparse
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +28,18 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
 
+from qevict_bench import runner  # noqa: E402
 from qevict_bench.figures import heatmaps, save  # noqa: E402
-from qevict_bench.results import Damaged, read_rows  # noqa: E402
+from qevict_bench.kept import Kept  # noqa: E402
+from qevict_bench.results import Damaged, RunFailed, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
+from qevict_bench.settings import set_anyway  # noqa: E402
 from qevict_bench.statistics import ALPHA, bootstraps, macro  # noqa: E402
 from qevict_bench.tables import Number, grid  # noqa: E402
 
@@ -68,6 +72,13 @@ class Study:
     families: Mapping[str, Family]
     failed: list[str] = field(default_factory=list)
     _done: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept)
+
+    def run_all(self, changes: Sequence[str]) -> None:
+        """Task by task, so that the prompts of each are made once."""
+        for run in {family.run: None for family in self.families.values()}:
+            for change in changes:
+                self._ran(change, run)
 
     def cells(self, change: str) -> dict[str, Cell]:
         """What `change` does to the preset, by family, and under ALL everything that ran."""
@@ -85,18 +96,20 @@ class Study:
     def _run(self, change: str, run: str) -> Cell:
         method = [] if re.search(r"(^| )method=", change) else [f"method={PRESET}"]
         arguments = [*method, *change.split(), *self.runs[run].split(), *self.common]
-        command = [sys.executable, str(ROOT / "run.py"), *arguments, f"results_dir={self.results_dir}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found = re.findall(r"^run ([0-9a-f]{12}):", done.stdout, flags=re.MULTILINE)
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        print(f"{'done' if found else last}: run.py {shlex.join(arguments)}", file=sys.stderr, flush=True)
-        last = last.replace("|", "/")
-        if done.returncode == 2 and not any(cell.rows for cell in self._done.values()):  # nor will anything else run
-            raise ValueError(f"run.py {shlex.join(arguments)}: {last}")
-        if not found:
-            self.failed.append(f"{change or PRESET}, {run}: {last}")
-            return Cell({}, last)
-        rows, _ = read_rows(self.results_dir / found[0] / "rows.jsonl")
+        said = f"run.py {shlex.join(arguments)}"
+        try:
+            with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+                cfg = compose("run", overrides=[*map(set_anyway, arguments), f"results_dir={self.results_dir}"])
+            path = self.results_dir / runner.run(cfg, kept=self._kept).run_id
+        except (ValueError, RunFailed, HydraException) as error:
+            reason = " ".join(str(error).split())
+            print(f"error: {reason}: {said}", file=sys.stderr, flush=True)
+            if not isinstance(error, RunFailed) and not any(cell.rows for cell in self._done.values()):
+                raise ValueError(f"{said}: {reason}") from error  # nor will anything else run
+            self.failed.append(f"{change or PRESET}, {run}: {reason}")
+            return Cell({}, reason.replace("|", "/"))
+        print(f"done: {said}", file=sys.stderr, flush=True)
+        rows, _ = read_rows(path / "rows.jsonl")
         good = {name: row for name, row in rows.items() if row.status == "ok"}
         bad = [row for row in rows.values() if row.status != "ok"]
         self.failed.extend(f"{change or PRESET}, {row.example_id}: {row.error}" for row in bad if row.status == "error")
@@ -161,6 +174,7 @@ def memory(cells: Iterable[Cell]) -> str:
 
 def points_table(study: Study, points: Mapping[str, Sequence[str]]) -> str:
     """KL and score of every change beside the preset's."""
+    study.run_all(["", *(change for changes in points.values() for change in changes)])
     base = study.cells("")
     lines = [[f"preset {PRESET} (levels)", memory(base.values()), *map(level, base.values())]]
     for point, changes in points.items():
@@ -181,6 +195,7 @@ def trials_table(study: Study, trials: Mapping[str, Sequence[str]]) -> str:
     bold.
     """
     lines = []
+    study.run_all([f"method={method} {each}".strip() for method, settings in trials.items() for each in settings])
     for method, settings in trials.items():
         tried = [(each, study.cells(f"method={method} {each}".strip())) for each in settings]
         ran = [set(cells[ALL].rows) for _, cells in tried if cells[ALL].rows]
@@ -200,7 +215,9 @@ def _of(cell: Cell, names: set[str]) -> Cell:
 
 def heatmap(study: Study, omegas: Sequence[int], shares: Sequence[float]) -> str:
     """KL and score per family over Omega (lines) and q (columns); KL as a figure in the results folder too."""
-    cells = {(o, q): study.cells(f"method.omega={o} method.q={q}") for o in omegas for q in shares}
+    changes = {(o, q): f"method.omega={o} method.q={q}" for o in omegas for q in shares}
+    study.run_all(list(changes.values()))
+    cells = {at: study.cells(change) for at, change in changes.items()}
     parts = []
     for name in (*study.families, ALL):
         lines = [[str(o), *(level(cells[o, q][name]) for q in shares)] for o in omegas]
@@ -218,7 +235,7 @@ def _short(change: str) -> str:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # subprocess.run then ends its child
+    raise KeyboardInterrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:

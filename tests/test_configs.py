@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qevict_bench import runner
 from qevict_bench.policy import KVPolicy
+from qevict_bench.settings import set_anyway
 from qevict_bench.task import Task
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -55,13 +55,13 @@ CHANGES += [f"method={name} {each}" for name, settings in STUDY["trials"].items(
 
 @pytest.mark.parametrize("change", sorted(set(CHANGES)))
 def test_every_change_of_the_study_is_a_policy(change: str) -> None:
-    cfg = composed(*(each.replace("method.", "++method.") for each in change.split()))
+    cfg = composed(*map(set_anyway, change.split()))
     assert isinstance(runner._method(cfg.method, "method.")[1], KVPolicy)
 
 
 @pytest.mark.parametrize("run", STUDY["runs"].values())
 def test_every_task_of_the_study_composes(run: str) -> None:
-    cfg = composed(*(re.sub(r"^(task|model)\.", r"++\g<0>", each) for each in run.split()))
+    cfg = composed(*map(set_anyway, run.split()))
     assert isinstance(runner._build(cfg.task, "task."), Task)
 
 

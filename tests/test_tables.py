@@ -273,6 +273,7 @@ def test_the_best_of_the_trials_is_in_bold(monkeypatch: pytest.MonkeyPatch) -> N
         return {"one": cell, "all": cell}
 
     monkeypatch.setattr(study.Study, "cells", cells)
+    monkeypatch.setattr(study.Study, "run_all", lambda *_: None)
     made = study.Study((), Path(), {}, {"one": study.Family("needles", ("x",))})
     text = study.trials_table(made, {"snapkv": ["", "method.window=16"], "h2o": [""]})
     settings = [line.split(" | ")[1] for line in text.splitlines()[2:]]
@@ -288,6 +289,7 @@ def test_the_heatmap_is_a_table_and_a_figure(monkeypatch: pytest.MonkeyPatch, tm
         return {"one": cell, "all": cell}
 
     monkeypatch.setattr(study.Study, "cells", cells)
+    monkeypatch.setattr(study.Study, "run_all", lambda *_: None)
     common = ("model=tiny", "budget=0.1", "split=dev")
     made = study.Study(common, tmp_path, {}, {"one": study.Family("needles", ("x",))})
     text = study.heatmap(made, [1, 32], [0, 0.5])

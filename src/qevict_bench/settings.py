@@ -84,6 +84,11 @@ class Metrics:
             raise ValueError(f"fidelity_streams=[] is empty; give [{', '.join(STREAMS)}] or one of them")
 
 
+def set_anyway(override: str) -> str:
+    """FIELD=VALUE for Hydra, with ++ where a yaml may leave the field to its dataclass's default."""
+    return re.sub(r"^(method|reference|task|model|tracker)\.", r"++\g<0>", override)
+
+
 def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     """Make the dataclass `cls` from `values`; `where` ("task.") goes before field names in messages.
 
