@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing of ours is installed
@@ -37,7 +38,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # runs from a clone where nothing
 from qevict_bench import runner  # noqa: E402
 from qevict_bench.figures import heatmaps, save  # noqa: E402
 from qevict_bench.kept import Kept  # noqa: E402
-from qevict_bench.results import Damaged, RunFailed, read_rows  # noqa: E402
+from qevict_bench.results import Damaged, read_rows  # noqa: E402
 from qevict_bench.rows import Row  # noqa: E402
 from qevict_bench.settings import set_anyway  # noqa: E402
 from qevict_bench.statistics import ALPHA, bootstraps, macro  # noqa: E402
@@ -45,6 +46,7 @@ from qevict_bench.tables import Number, grid  # noqa: E402
 
 ALL = "all"
 PRESET = "qevict"
+MISTAKES = (ValueError, HydraException, OmegaConfBaseException)
 
 
 class Family(NamedTuple):
@@ -101,10 +103,10 @@ class Study:
             with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
                 cfg = compose("run", overrides=[*map(set_anyway, arguments), f"results_dir={self.results_dir}"])
             path = self.results_dir / runner.run(cfg, kept=self._kept).run_id
-        except (ValueError, RunFailed, HydraException) as error:
-            reason = " ".join(str(error).split())
+        except Exception as error:  # the other cells go on
+            reason = " ".join(str(error).split()) or type(error).__name__
             print(f"error: {reason}: {said}", file=sys.stderr, flush=True)
-            if not isinstance(error, RunFailed) and not any(cell.rows for cell in self._done.values()):
+            if isinstance(error, MISTAKES) and not any(cell.rows for cell in self._done.values()):
                 raise ValueError(f"{said}: {reason}") from error  # nor will anything else run
             self.failed.append(f"{change or PRESET}, {run}: {reason}")
             return Cell({}, reason.replace("|", "/"))

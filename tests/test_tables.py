@@ -236,6 +236,19 @@ def test_the_study_runs_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "done: run.py method=qevict" in capsys.readouterr().err
 
 
+def test_a_cell_that_breaks_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    study = script("study")
+
+    def broken(cfg: object, kept: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(study.runner, "run", broken)
+    made = study.Study(("model=tiny",), tmp_path, {"a": "task=needle"}, {"one": study.Family("a", ("x",))})
+    made.run_all(["", "method.sink=5"])
+    assert made.failed == ["qevict, a: out of memory", "method.sink=5, a: out of memory"]
+    assert made.cells("")["one"].reason == "out of memory"
+
+
 def study_row(name: str, subset: str, kl: float, score: float) -> Row:
     return row(
         subset, 0, score, example_id=name, metrics={"match": score}, fidelity={"gold.kl": kl, "gold.memory": 0.1}

@@ -162,7 +162,8 @@ def promotion(runs: Runs) -> Finding:
     if not promoted:
         return _vacuous("nothing was promoted", run)
     what = "the exact copy" if runs.fitted.restore == "host" else "what their codes gave"
-    said = f"{promoted} units came back, at most {error:.1e} of the largest value from {what} (limit {limit:.0e})"
+    said = f"{promoted} units came back at budget={run.session.budget.spec}, at most {error:.1e} of the largest value "
+    said += f"from {what} (limit {limit:.0e})"
     return _judged(error <= limit, error, said)
 
 
